@@ -1,0 +1,51 @@
+# `make help` lists what there is. Everything installs into .venv on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+REQUIREMENTS ?= $(if $(HAS_GPU),requirements/cuda13.txt,requirements/cpu.txt)
+BASELINES := $(filter-out requirements/cpu.txt requirements/cuda13.txt,$(wildcard requirements/*.txt))
+STAMP := $(VENV)/.installed
+export MPLBACKEND := Agg
+
+.DEFAULT_GOAL := help
+.PHONY: help reproduce test check smoke plots baselines clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(STAMP): $(REQUIREMENTS) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -r $(REQUIREMENTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -e '.[dev]'
+	@touch $@
+
+baselines: $(STAMP)  ## install the baselines' packages on a GPU node, one by one; a failure is reported and stops nothing
+	@for file in $(BASELINES); do \
+	  echo "== $$file"; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r $$file \
+	    || echo "-- $$file failed; its rows will say not_installed"; \
+	done
+	$(BIN)/moebench doctor
+
+reproduce: $(STAMP) $(if $(HAS_GPU),baselines)  ## measure what this machine can, and draw every figure
+	$(BIN)/moebench reproduce
+
+test: $(STAMP)  ## the test suite; no GPU needed
+	$(BIN)/python -m pytest -n 2
+
+check: $(STAMP)  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+smoke: $(STAMP)  ## a sweep of seconds
+	$(BIN)/moebench run smoke
+
+plots: $(STAMP)  ## draw the figures from the rows in results/
+	$(BIN)/moebench plot
+
+clean:  ## remove the environment and local results
+	rm -rf $(VENV) results/local

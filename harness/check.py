@@ -1,0 +1,118 @@
+"""Correctness of implementations without timing: output and every gradient against the fp32 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from harness.environment import gpu_name
+from harness.errors import UserError
+from harness.interface import DISTRIBUTIONS, DTYPES, Implementation, Point, RoutingSpec
+from harness.operations import get_operation
+from harness.points import point_to_dict
+from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
+from harness.registry import choices, installed_reason, load_registry
+from harness.shapes import MoEShape
+
+TIME_LIMIT_S = 300.0
+
+
+def check_implementations(
+    out: Console, names: Sequence[str], shape: str, dtype: str, device: str, distributions: Sequence[str]
+) -> int:
+    """Print one line for each implementation, variant and distribution; returns how many failed.
+
+    Raises:
+        UserError: an unknown implementation, shape, dtype, device or distribution.
+    """
+    registry = load_registry()
+    parsed = MoEShape.parse(shape)
+    for value, valid, option in ((dtype, list(DTYPES), "--dtype"), (device, ["cuda", "cpu"], "--device")):
+        if value and value not in valid:
+            raise UserError(f"{option} {value}: {choices(value, valid)}")
+    for distribution in distributions:
+        if distribution not in DISTRIBUTIONS:
+            raise UserError(f"--distribution {distribution}: {choices(distribution, DISTRIBUTIONS)}")
+    plugins = [registry.get(name) for name in names] if names else registry.all()
+    has_gpu = gpu_name() is not None
+    if device == "cuda" and not has_gpu:
+        raise UserError("--device cuda: this machine has no NVIDIA GPU")
+    table = Table()
+    for column in ("implementation", "dtype", "routing", "result", "largest relative L2 error"):
+        table.add_column(column, overflow="fold")
+    failed = 0
+    for plugin in plugins:
+        failed += _check_one(table, plugin, parsed, dtype, device or _device(plugin, has_gpu), distributions)
+    out.print(table)
+    return failed
+
+
+def _device(plugin: Implementation, has_gpu: bool) -> str:
+    return "cuda" if has_gpu and "cuda" in plugin.devices else "cpu"
+
+
+def _check_one(
+    table: Table, plugin: Implementation, shape: MoEShape, dtype: str, device: str, distributions: Sequence[str]
+) -> int:
+    missing = installed_reason(plugin)
+    if missing:
+        table.add_row(plugin.name, "", "", "not installed", escape(missing))
+        return 0
+    # fp32 shows mistakes that a wide tolerance hides; GPUs compute these layers in bf16.
+    preferred = [dtype] if dtype else [d for d in ("float32", "bfloat16") if d in plugin.dtypes]
+    if not dtype and device == "cuda":
+        preferred.reverse()
+    failed = 0
+    worker: WorkerProcess | None = None
+    try:
+        for operation in plugin.operations:
+            for variant in plugin.variants.get(operation, ("",)):
+                for distribution in distributions or DISTRIBUTIONS:
+                    routing = RoutingSpec(distribution=distribution)
+                    point = Point(
+                        operation, plugin.name, shape, preferred[0], routing=routing, variant=variant, device=device
+                    )
+                    refusal = get_operation(operation).unsupported_reason(point) or plugin.unsupported_reason(point)
+                    cells = (f"{plugin.name} {variant}".strip(), point.dtype, distribution)
+                    if refusal:
+                        table.add_row(*cells, "unsupported", escape(refusal))
+                        continue
+                    if worker is None:
+                        worker = WorkerProcess()
+                    verdict = _verdict(worker, point)
+                    table.add_row(*cells, *verdict[1:])
+                    failed += not verdict[0]
+                    if verdict[1] in ("crashed", "timeout"):
+                        worker.close(patience_s=0.0)
+                        worker = None
+    except WorkerStartError as error:
+        table.add_row(plugin.name, "", "", "crashed", escape(str(error)))
+        failed += 1
+    finally:
+        if worker is not None:
+            worker.close(patience_s=1.0)
+    return failed
+
+
+def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, str, str]:
+    job: dict[str, Any] = {"kind": "check", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
+    found: dict[str, Any] = {}
+    try:
+        for event in worker.run(job, TIME_LIMIT_S):
+            if event["event"] in ("checked", "failed"):
+                found = event
+    except WorkerTimeout:
+        return False, "timeout", f"not finished after {TIME_LIMIT_S:.0f} s, while in {worker.phase}"
+    except WorkerDied as death:
+        return False, "crashed", f"{describe_exit(death.exit_code)}, while in {worker.phase}"
+    if found.get("event") == "failed":
+        return False, found["status"], escape(found["reason"])
+    if found.get("reason"):
+        return False, "[red]wrong[/]", escape(found["reason"])
+    errors: dict[str, float] = found["errors"]
+    worst = max(errors, key=lambda name: errors[name])
+    return True, "[green]ok[/]", f"{errors[worst]:.2g} ({worst})"

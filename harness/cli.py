@@ -1,0 +1,168 @@
+"""The command line: ``moebench list | doctor | check | run | plot | reproduce``.
+
+Bad input gets one line on standard error and exit code 2; a sweep in which points failed ends with exit code 3.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from harness.errors import UserError
+
+app = typer.Typer(
+    name="moebench",
+    help="Benchmarks of MoE kernels: correctness first, then time and memory, every outcome a row.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out = Console()
+EXIT_USER_ERROR = 2
+EXIT_FAILED_POINTS = 3
+EXIT_INTERRUPTED = 130
+
+Only = Annotated[list[str] | None, typer.Option("--only", help="Only this implementation (repeatable).")]
+Skip = Annotated[list[str] | None, typer.Option("--skip", help="Not this implementation (repeatable).")]
+ShapeOption = Annotated[
+    list[str] | None, typer.Option("--shape", help="Only this shape, T,d,n,E,K, or a named group (repeatable).")
+]
+
+
+@app.command("list")
+def list_() -> None:
+    """List implementations, operations and sweeps."""
+    from harness.operations import OPERATIONS
+    from harness.registry import installed_reason, load_registry
+    from harness.sweep import load_sweep, sweep_names
+
+    registry = load_registry()
+    table = Table(title="Implementations", title_justify="left")
+    for column in ("name", "label", "operations", "devices", "dtypes", "installed"):
+        table.add_column(column)
+    for plugin in registry.all():
+        installed = "no" if installed_reason(plugin) else "yes"
+        cells = (plugin.operations, plugin.devices, plugin.dtypes)
+        table.add_row(plugin.name, plugin.label, *(", ".join(c) for c in cells), installed)
+    out.print(table)
+    for broken in registry.broken:
+        out.print(f"broken: {escape(broken.name)}: {escape(broken.reason)}")
+    out.print(f"Operations: {', '.join(OPERATIONS)}")
+    table = Table(title="Sweeps", title_justify="left")
+    for column in ("name", "points", "ratios", "fake", "what"):
+        table.add_column(column)
+    for name in sweep_names():
+        sweep = load_sweep(name, registry)
+        counts = (len(sweep.points), len(sweep.ratios), len(sweep.fakes))
+        table.add_row(name, *(str(c) for c in counts), sweep.description)
+    out.print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what is missing and how to get it."""
+    from harness.environment import GpuMonitor, environment
+    from harness.registry import installed_reason, load_registry
+
+    registry = load_registry()
+    machine = environment("fake")
+    monitor = GpuMonitor()
+    gpu = monitor.name or f"none ({monitor.reason})"
+    out.print(f"Python {machine['python']}, torch {machine['torch']}, triton {machine['triton'] or 'missing'}")
+    out.print(f"GPU: {escape(gpu)}", highlight=False)
+    table = Table()
+    for column in ("implementation", "state", "what to do"):
+        table.add_column(column, overflow="fold")
+    for plugin in registry.all():
+        reason = installed_reason(plugin)
+        if reason:
+            table.add_row(plugin.name, "not installed", escape(reason))
+        elif "cpu" not in plugin.devices and not monitor.name:
+            table.add_row(plugin.name, "installed", "needs a GPU to run")
+        else:
+            table.add_row(plugin.name, "ready", "")
+    for broken in registry.broken:
+        table.add_row(broken.name, "broken", escape(f"{broken.reason} ({broken.source})"))
+    out.print(table)
+
+
+@app.command()
+def check(
+    implementations: Annotated[list[str] | None, typer.Argument(help="Implementations; default: all.")] = None,
+    shape: Annotated[str, typer.Option(help="T,d,n,E,K")] = "256,128,64,16,4",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; default: the first that fits.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is a GPU.")] = "",
+    distribution: Annotated[list[str] | None, typer.Option(help="Routing distribution; default: all four.")] = None,
+) -> None:
+    """Check output and all gradients against the fp32 reference, without timing."""
+    from harness.check import check_implementations
+
+    failed = check_implementations(out, implementations or [], shape, dtype, device, distribution or [])
+    if failed:
+        raise typer.Exit(EXIT_FAILED_POINTS)
+
+
+@app.command()
+def run(
+    sweeps: Annotated[list[str], typer.Argument(help="Sweeps by name or TOML file.")],
+    only: Only = None,
+    skip: Skip = None,
+    shape: ShapeOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip rows that are there already.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points with a time estimate.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the rows; default: results/local/<gpu>, which git ignores.")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="burst or sustained; default: the sweep's.")] = "",
+) -> None:
+    """Measure sweeps; every outcome is a row in <output>/<sweep>.jsonl."""
+    from harness.session import run_sweeps
+
+    failed = run_sweeps(
+        out, sweeps, only or [], skip or [], shape or [], resume=resume, dry_run=dry_run, output=output, mode=mode
+    )
+    if failed:
+        raise typer.Exit(EXIT_FAILED_POINTS)
+
+
+@app.command()
+def plot(
+    results: Annotated[Path | None, typer.Option(help="Folder with rows; default: results/.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the figures; default: results/figures.")] = None,
+    figure: Annotated[list[str] | None, typer.Option(help="Only this figure (repeatable).")] = None,
+) -> None:
+    """Draw the figures from the rows, beside the paper's values."""
+    from harness.session import draw_figures
+
+    draw_figures(out, results, output, figure or [])
+
+
+@app.command()
+def reproduce() -> None:
+    """Measure what this machine can (the paper's sweeps on a GPU, else CPU scale) and draw every figure."""
+    from harness.session import reproduce as run_everything
+
+    run_everything(out)
+
+
+def main() -> None:
+    """Entry point: turns every `UserError` into one line and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"moebench: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        print("moebench: interrupted; every finished row is stored, continue with --resume", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Notices compilation and tuning, which must not happen while timing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+#: Compilers that offer no hook: environment variable -> where they keep what they built, if it is unset.
+_CACHES: dict[str, str] = {"QUACK_CACHE_DIR": "~/.cache/moebench/quack", "DG_JIT_CACHE_DIR": "~/.deep_gemm/cache"}
+
+
+class CompilationCounter:
+    """Counts compilations since it was made: graphs that torch.compile traced, Triton kernels (once `watch_triton` was
+    called), and new entries in the cache folders of compilers that offer no hook."""
+
+    def __init__(self) -> None:
+        self._folders = [
+            Path(os.environ.get(variable) or default).expanduser() for variable, default in _CACHES.items()
+        ]
+        self._start = self._total()
+
+    def _total(self) -> int:
+        # Folders that come and go while another process compiles must not end a measurement.
+        files = 0
+        for folder in self._folders:
+            try:
+                files += sum(1 for _ in os.scandir(folder))
+            except OSError:
+                continue
+        return files + _dynamo_graphs() + _triton_kernels()
+
+    def since_start(self) -> int:
+        return max(self._total() - self._start, 0)
+
+
+def _dynamo_graphs() -> int:
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
+
+
+_triton_count = 0
+
+
+def _triton_kernels() -> int:
+    return _triton_count
+
+
+def watch_triton() -> None:
+    """Count every Triton kernel that this process compiles or loads for the first time. Call once, before use."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return
+
+    def compiled(*args: Any, **kwargs: Any) -> None:
+        global _triton_count
+        _triton_count += 1
+
+    knobs.runtime.jit_post_compile_hook = compiled

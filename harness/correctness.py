@@ -1,0 +1,126 @@
+"""The correctness gate: a point is checked, gradients included, before it is timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.interface import Layer, Problem
+from harness.reference import Comparison, full_precision
+from harness.routing import expert_counts
+
+#: Largest relative L2 error of (the output, a gradient) by dtype.
+TOLERANCES: dict[str, tuple[float, float]] = {
+    "bfloat16": (1e-2, 2e-2),
+    "float16": (2e-3, 4e-3),
+    "float32": (1e-4, 1e-4),
+}
+
+
+@dataclass
+class Correctness:
+    """The gate's verdict: ``reason`` is None where the layer passed, else one sentence."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+    routing_differs: float | None = None
+    counts: Tensor | None = None
+
+    def as_dict(self, dtype: str) -> dict[str, Any]:
+        """For the row: errors by tensor, tolerances, and the share of tokens whose set of experts differs from the
+        fp32 reference's own choice. A non-finite error is written as null."""
+        output, gradient = TOLERANCES[dtype]
+        return {
+            "relative_l2": {k: (v if math.isfinite(v) else None) for k, v in self.errors.items()},
+            "tolerance": {"output": output, "gradients": gradient},
+            "tokens_routed_differently": self.routing_differs,
+        }
+
+
+@dataclass
+class Evaluated:
+    """One forward and backward: output, gradient of x, gradients of the parameters in canonical layout."""
+
+    output: Tensor
+    grad_x: Tensor
+    gradients: dict[str, Tensor]
+
+
+def forward_backward(layer: Layer, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Output and the gradients of x and every parameter (None where autograd finds no path)."""
+    x = x.detach().requires_grad_()
+    output = layer.forward(x)
+    return output.detach(), torch.autograd.grad(output, [x, *layer.parameters()], grad_output, allow_unused=True)
+
+
+def evaluate(layer: Layer, problem: Problem) -> Evaluated:
+    """Run the layer once. A missing gradient counts as zero (and so is refused by the gate)."""
+    output, raw = forward_backward(layer, problem.x, problem.grad_output)
+    leaves = [problem.x, *layer.parameters()]
+    gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(raw, leaves, strict=True)]
+    return Evaluated(output, gradients[0], layer.canonical_gradients(gradients[1:]))
+
+
+def judge(comparison: Comparison, dtype: str) -> str | None:
+    """None where every error is within its tolerance; otherwise one sentence that names what is wrong."""
+    output_tolerance, gradient_tolerance = TOLERANCES[dtype]
+    wrong = []
+    for name, error in comparison.errors.items():
+        tolerance = output_tolerance if name == "output" else gradient_tolerance
+        if not error <= tolerance:  # NaN fails too
+            wrong.append(f"{name} {error:.3g} > {tolerance:g}")
+    if wrong:
+        return f"relative L2 error above tolerance for {dtype}: {', '.join(wrong)}"
+    if comparison.nonzero_empty_experts:
+        return f"{comparison.nonzero_empty_experts} experts without tokens have weight gradients that are not zero"
+    return None
+
+
+def check_shapes(evaluated: Evaluated, expected: dict[str, tuple[int, ...]]) -> str | None:
+    """A sentence where a tensor is missing or has another shape than canonical."""
+    found = {"output": evaluated.output, "grad_x": evaluated.grad_x, **evaluated.gradients}
+    for name, size in expected.items():
+        if name not in found:
+            return f"{name} is missing"
+        if tuple(found[name].shape) != size:
+            return f"{name} has shape {tuple(found[name].shape)}, expected {size}"
+    return None
+
+
+def check_routing(problem: Problem, indices: Tensor) -> tuple[str | None, float]:
+    """Are the chosen experts (T, K) legitimate? Also the share of tokens routed otherwise than fp32 logits would.
+
+    Each token's experts must be distinct, in range, and each chosen fp32 logit at least the K-th largest minus
+    2^-7 times the token's largest magnitude: what rounding logits to bf16 can move.
+    """
+    shape = problem.shape
+    if tuple(indices.shape) != (shape.T, shape.K):
+        return f"expert indices have shape {tuple(indices.shape)}, expected {(shape.T, shape.K)}", 1.0
+    if shape.T == 0:
+        return None, 0.0
+    indices = indices.long()
+    if bool(((indices < 0) | (indices >= shape.E)).any()):
+        return "an expert index is out of range", 1.0
+    ordered = indices.sort(1).values
+    if shape.K > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        return "a token chose one expert twice", 1.0
+    with full_precision():
+        logits = problem.x.float() @ problem.router.float().T
+    top = torch.topk(logits, shape.K, dim=1)
+    floor = top.values[:, -1:] - 2.0**-7 * logits.abs().amax(1, keepdim=True)
+    finite = logits.isfinite().all(1, keepdim=True)
+    bad = ((torch.gather(logits, 1, indices) < floor) & finite).any(1)
+    differs = float((top.indices.sort(1).values != ordered).any(1).double().mean())
+    if bool(bad.any()):
+        return f"{int(bad.sum())} tokens chose an expert that is not among their top {shape.K}", differs
+    return None, differs
+
+
+def layer_counts(problem: Problem, indices: Tensor) -> Tensor:
+    """(E,) rows of each expert on the CPU."""
+    return expert_counts(indices, problem.shape.E).cpu()

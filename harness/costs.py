@@ -1,0 +1,90 @@
+"""Cost models of a SwiGLU MoE layer: FLOPs, bytes moved, floors, arithmetic intensity, activation memory.
+
+R is the number of routed rows (T·K under top-K routing), b the bytes of one element (2 for bf16 and fp16).
+"""
+
+from __future__ import annotations
+
+from harness.gpus import GpuRates
+from harness.shapes import MoEShape
+
+PASSES = ("forward", "backward", "forward_backward")
+_GEMMS = {"forward": 3, "backward": 6, "forward_backward": 9}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def model_flops(shape: MoEShape, pass_: str, rows: int | None = None) -> int:
+    """FLOPs that the layer's definition needs: 6·R·n·d forward, 12·R·n·d backward, 18·R·n·d both.
+
+    Only the experts' GEMMs count, as in the paper; the router's 2·T·d·E and the elementwise work do not.
+    ``rows`` replaces R = T·K, e.g. by the padded rows to give hardware FLOPs.
+    """
+    return 2 * _GEMMS[pass_] * (shape.routed_rows if rows is None else rows) * shape.n * shape.d
+
+
+def weight_bytes(shape: MoEShape, b: int = 2) -> int:
+    """Bytes of the experts' and the router's weights: b·(3·E·d·n + E·d)."""
+    return b * (3 * shape.E * shape.d * shape.n + shape.E * shape.d)
+
+
+def boundary_bytes(shape: MoEShape, pass_: str, b: int = 2) -> int:
+    """Bytes that cross the layer's boundary, each tensor once: inputs, weights, outputs.
+
+    Forward: X and the weights in, O out. Backward: X, dO and the weights in, dX and the weights' gradients out.
+    Nothing between the two passes is counted, so this is less than any implementation moves.
+    """
+    tokens = b * shape.T * shape.d
+    forward = 2 * tokens + weight_bytes(shape, b)
+    backward = 3 * tokens + 2 * weight_bytes(shape, b)
+    return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[pass_]
+
+
+def algorithm_bytes(shape: MoEShape, pass_: str, b: int = 2) -> int:
+    """Bytes that SonicMoE's kernels as designed must move, every tensor of a kernel once (a gathered tensor counts
+    as its T·d source: re-reads are taken to hit the L2 cache).
+
+    Forward: router reads X; up-projection reads X and W1, writes H (2·R·n) and A (R·n); down-projection reads A and
+    W2, writes Y (R·d); aggregation reads Y, writes O. Backward: dH reads dO, W2 and H, writes A' and dH; dW2 reads A'
+    and dO; dX~ reads dH and W1, writes R·d; the reduction reads that and writes dX; dW1 reads dH and X; the router's
+    gradients read X. Metadata and scores (about 16·R bytes a pass) are left out.
+    """
+    R, T, d, n = shape.routed_rows, shape.T, shape.d, shape.n
+    weights = weight_bytes(shape, b)
+    forward = b * (2 * T * d + 2 * R * n + R * n + R * n + R * d + R * d + T * d) + weights
+    dh = T * d + 2 * R * n + R * n + 2 * R * n
+    dw2 = R * n + T * d
+    dx = 2 * R * n + R * d + R * d + T * d
+    dw1 = 2 * R * n + T * d
+    backward = b * (dh + dw2 + dx + dw1 + T * d) + 2 * weights
+    return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[pass_]
+
+
+def floors_ms(flops: int, bytes_: int, dtype: str, rates: GpuRates) -> dict[str, float]:
+    """The two least times in ms: ``compute`` (FLOPs over the tensor cores' peak) and ``memory`` (bytes over the
+    memory's peak bandwidth)."""
+    return {"compute": flops / rates.tflops[dtype] / 1e9, "memory": bytes_ / rates.bytes_per_s * 1e3}
+
+
+def arithmetic_intensity(shape: MoEShape) -> dict[str, float]:
+    """FLOPs per element moved by one expert's forward: as the authors write it, and as training has it.
+
+    ``paper``: 3 / (2/d + 2G/d + 3/(T·rho)) with G = d/n and rho = K/E (arXiv 2512.14080). ``training``: H is written
+    and A is written and read there, which makes the first term 4/d; the authors' value is an upper bound.
+    """
+    tail = 2 * shape.granularity / shape.d + 3 / (shape.T * shape.activation_ratio)
+    return {"paper": 3 / (2 / shape.d + tail), "training": 3 / (4 / shape.d + tail)}
+
+
+def held_bytes_sonicmoe(shape: MoEShape, b: int = 2) -> int:
+    """Bytes that SonicMoE's algorithm allocates and holds between forward and backward.
+
+    O (b·T·d), H (2b·R·n), and for each routed row its score (fp32), expert, token and place (int32 each): 16·R; the
+    E+1 offsets of the experts (int32). X is the caller's. Source: `arXiv 2512.14080`, the memory-efficient backward.
+    """
+    R = shape.routed_rows
+    return b * shape.T * shape.d + 2 * b * R * shape.n + 16 * R + 4 * (shape.E + 1)
+
+
+def layer_bytes_sonicmoe(shape: MoEShape, b: int = 2) -> int:
+    """Weights, input and held bytes: the paper's Figure 13."""
+    return weight_bytes(shape, b) + b * shape.T * shape.d + held_bytes_sonicmoe(shape, b)

@@ -1,0 +1,176 @@
+"""What a plugin implements: one file with one `Implementation`, which builds one `Layer` for a problem.
+
+Correctness, timing, memory, records and figures come for free. `implementations/_template.py` is a working example.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from harness.shapes import MoEShape
+
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+DISTRIBUTIONS = ("uniform", "skewed", "one_group", "empty_experts")
+ROUTER_CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
+GRADIENTS = ("grad_x", "grad_gate", "grad_up", "grad_down", "grad_router")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the layer computes.
+
+    Attributes:
+        activation: ``swiglu``: silu(gate) * up.
+        router_convention: ``topk_softmax`` (softmax over the K chosen logits, the default), ``softmax_topk``
+            (softmax over all E logits, chosen weights as they are) or ``softmax_topk_renormalised`` (chosen weights
+            divided by their sum; mathematically equal to ``topk_softmax``).
+        bias: expert biases (no implementation offers them yet).
+    """
+
+    activation: str = "swiglu"
+    router_convention: str = "topk_softmax"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How tokens find experts: the method, the distribution of the router's choices, its seed, and the M tile to
+    which a grouped GEMM pads each expert's rows (for padding accounts)."""
+
+    method: str = "top_k"
+    distribution: str = "uniform"
+    seed: int = 0
+    m_tile: int = 128
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing to measure: operation × shape × dtype × routing × implementation on a device (``cuda`` or ``cpu``)."""
+
+    operation: str
+    implementation: str
+    shape: MoEShape
+    dtype: str = "bfloat16"
+    layer: LayerSpec = field(default_factory=LayerSpec)
+    routing: RoutingSpec = field(default_factory=RoutingSpec)
+    variant: str = ""
+    device: str = "cuda"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+@dataclass
+class Problem:
+    """Seeded random inputs of one point, in canonical layout, on the device.
+
+    Attributes:
+        x: (T, d), the layer's input; requires no gradient here (the harness sets it on its own leaf).
+        gate, up: (E, n, d); down: (E, d, n); router: (E, d). Weights scaled as a trained layer's.
+        grad_output: (T, d), the gradient that arrives from the next layer.
+    """
+
+    point: Point
+    x: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    router: Tensor
+    grad_output: Tensor
+
+    @property
+    def shape(self) -> MoEShape:
+        return self.point.shape
+
+
+class Layer(ABC):
+    """A built layer: parameters in the plugin's own layout, a forward that autograd can differentiate."""
+
+    #: What was substituted or restricted, for the row; fill it while building.
+    notes: Sequence[str] = ()
+
+    @abstractmethod
+    def parameters(self) -> Sequence[Tensor]:
+        """The trainable leaves (``requires_grad``), in the plugin's own layout and order."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, d) -> (T, d), differentiable with respect to ``x`` and every parameter.
+
+        The harness calls ``torch.autograd.grad(out, [x, *parameters], grad_output)`` once for each forward."""
+
+    @abstractmethod
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients of `parameters` (same order) as ``grad_gate`` (E, n, d), ``grad_up`` (E, n, d), ``grad_down``
+        (E, d, n) and ``grad_router`` (E, d). Views, not copies, wherever the layout allows."""
+
+    def expert_indices(self, x: Tensor) -> Tensor | None:
+        """(T, K) experts chosen for each token of ``x`` by exactly the router that `forward` runs; only called
+        outside timing. None (the default): recompute as `harness.routing.choose_experts` does, in ``x``'s dtype."""
+        return None
+
+
+class Implementation(ABC):
+    """A plugin. The module imports only the standard library, torch and the harness at module level; its package
+    is imported inside `build`, in a worker process."""
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    upstream: ClassVar[str]
+    licence: ClassVar[str]
+    #: Importable module -> how to get it. All must be importable for the plugin to count as installed.
+    requires: ClassVar[dict[str, str]] = {}
+    #: Distributions whose versions belong in the row.
+    distributions: ClassVar[Sequence[str]] = ()
+    operations: ClassVar[Sequence[str]] = ("moe_layer",)
+    devices: ClassVar[Sequence[str]] = ("cuda",)
+    dtypes: ClassVar[Sequence[str]] = ("bfloat16",)
+    conventions: ClassVar[Sequence[str]] = ("topk_softmax",)
+    #: Other operations' variants, e.g. {"dense_bound": ("gemm", "gemm_glue")}.
+    variants: ClassVar[dict[str, Sequence[str]]] = {}
+    #: A sentence where a CUDA graph can never capture it (a host synchronisation, say); None: try.
+    no_graph_reason: ClassVar[str | None] = None
+    #: Can it run under fake tensors on the CPU (for held memory at full scale)?
+    fake_tensors: ClassVar[bool] = False
+
+    def unsupported_reason(self, point: Point) -> str | None:
+        """Why this point cannot run, in words a user can act on; None where it can. Answered without a GPU and
+        without the plugin's package. Override `restriction` for limits of your own."""
+        if point.operation not in self.operations:
+            return f"{self.label} does not offer the operation {point.operation}"
+        if point.device not in self.devices:
+            return f"{self.label} does not run on {point.device}"
+        if point.dtype not in self.dtypes:
+            return f"{self.label} computes in {', '.join(self.dtypes)} only, not in {point.dtype}"
+        if point.operation == "moe_layer":
+            if point.layer.router_convention not in self.conventions:
+                return f"{self.label} has no router of the convention {point.layer.router_convention}"
+            if point.layer.activation != "swiglu" or point.layer.bias:
+                return f"{self.label} is set up here for SwiGLU experts without bias only"
+        return self.restriction(point)
+
+    def restriction(self, point: Point) -> str | None:
+        """A limit of this plugin beyond dtype, device, operation and convention, in words; None where there is none."""
+        return None
+
+    @abstractmethod
+    def build(self, problem: Problem) -> Layer:
+        """Lay out weights, compile, tune: everything that a user does once. Untimed (reported as ``build_s``).
+
+        The problem's tensors must not be modified; weights may be shared with it where the layout is canonical."""
+
+    def kernel_role(self, name: str) -> str | None:
+        """The role of one of its kernels by name (router, gather, up, activation, down, aggregation, dH, dW1, dW2,
+        dX) for the breakdown; None: no role claimed."""
+        return None

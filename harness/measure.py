@@ -1,0 +1,473 @@
+"""Measures one point, one ratio or one fake-tensor trace, inside a worker process; yields finished rows."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from harness.compilation import CompilationCounter
+from harness.correctness import Correctness, forward_backward
+from harness.costs import ELEMENT_BYTES, algorithm_bytes, boundary_bytes, floors_ms, model_flops
+from harness.environment import GpuMonitor, environment
+from harness.gpus import rates_of
+from harness.interface import Implementation, Layer, Point, Problem
+from harness.memory import cuda_memory, tracked_memory
+from harness.operations import get_operation
+from harness.points import row_fields
+from harness.profiling import WindowedCalls, breakdown, busy_samples, kernels_in_windows, profile
+from harness.record import SCHEMA_VERSION, utc_now
+from harness.routing import routing_outcome
+from harness.statistics import ratio_interval, summarise
+from harness.timing import (
+    CLOCK_BAND,
+    CpuCalls,
+    GraphCalls,
+    GraphCapturedError,
+    HostCalls,
+    L2Eviction,
+    Sample,
+    Samples,
+    TimingSettings,
+    clock_drift,
+    clock_fields,
+    heat,
+    interleaved,
+    pair_order,
+    sample_until,
+)
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Context:
+    """What outlives one job in a worker: the eviction buffer, the monitor, the settings.
+
+    Attributes:
+        phase: told the name of each phase as it begins, so that the parent can say where a worker died.
+        poisoned: set once a graph capture has failed; the parent then starts a fresh process.
+    """
+
+    phase: Callable[[str], None]
+    settings: TimingSettings = field(default_factory=TimingSettings)
+    evict: L2Eviction | None = None
+    monitor: GpuMonitor | None = None
+    poisoned: bool = False
+    overhead: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Announce a phase and account its seconds under ``name``."""
+        self.phase(name)
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.overhead[name] = round(self.overhead.get(name, 0.0) + time.perf_counter() - start, 4)
+
+    def start_cuda(self) -> None:
+        """Create the CUDA context, the eviction buffer and the matrix library's workspaces (forward and autograd
+        thread), so that none of them counts as a layer's memory."""
+        if self.evict is not None:
+            return
+        self.evict = L2Eviction()
+        self.monitor = GpuMonitor()
+        a = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        batched = a.expand(4, 256, 256)
+        out = a @ a + torch.bmm(batched, batched).sum(0) + (a.float() @ a.float()).bfloat16()
+        torch.autograd.grad(out, a, torch.ones_like(out))
+        torch.cuda.synchronize()
+
+
+def release() -> None:
+    """Give memory back between points."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class Built:
+    """A built and checked layer with its inputs (weights dropped), and what building and checking gave."""
+
+    layer: Layer
+    problems: list[Problem]
+    correctness: Correctness
+    build_s: float
+    static: int
+    implementation: Implementation
+
+
+def build_and_check(point: Point, implementation: Implementation, context: Context, input_sets: int = 2) -> Built:
+    """Problem, layer, correctness gate, static memory, further input sets; in that order."""
+    operation = get_operation(point.operation)
+    on_cuda = point.device == "cuda"
+    release()
+    before = torch.cuda.memory_allocated() if on_cuda else 0
+    with context.timed("inputs"):
+        problem = operation.make_problem(point, point.device)
+    context.phase("build")
+    start = time.perf_counter()
+    layer = implementation.build(problem)
+    if on_cuda:
+        torch.cuda.synchronize()
+    build_s = time.perf_counter() - start
+    with context.timed("correctness"):
+        correctness = operation.check(layer, problem)
+    with context.timed("inputs"):
+        problem = _without_weights(problem)
+        release()
+        static = 0
+        if on_cuda:
+            grad_bytes = problem.grad_output.untyped_storage().nbytes()
+            static = torch.cuda.memory_allocated() - before - grad_bytes
+        problems = [problem]
+        for index in range(1, input_sets):
+            problems.append(_without_weights(operation.make_problem(point, point.device, index)))
+        release()
+    return Built(layer, problems, correctness, build_s, static, implementation)
+
+
+def check_point(point: Point, implementation: Implementation, context: Context) -> Correctness:
+    """The correctness gate alone."""
+    if point.device == "cuda":
+        context.start_cuda()
+    return build_and_check(point, implementation, context, input_sets=1).correctness
+
+
+def _without_weights(problem: Problem) -> Problem:
+    empty = torch.empty(0, dtype=problem.x.dtype)
+    return Problem(problem.point, problem.x, empty, empty, empty, empty, problem.grad_output)
+
+
+def failure(base: Row, status: str, reason: str, **extra: Any) -> Row:
+    """A row without numbers."""
+    return {**base, "timestamp": utc_now(), "status": status, "reason": reason, **extra}
+
+
+def measure_point(
+    point: Point,
+    passes: Sequence[str],
+    implementation: Implementation,
+    bases: dict[str, Row],
+    context: Context,
+    allow_graph: bool = True,
+) -> Iterator[Row]:
+    """Rows of every pass of one point.
+
+    Args:
+        bases: by pass, the fields of the row that the parent fixed (run id, sweep, resume key, implementation).
+        allow_graph: False after a capture has killed a process at this point.
+    """
+    on_cuda = point.device == "cuda"
+    packages = tuple(implementation.distributions)
+    context.overhead = {}
+    if on_cuda:
+        context.start_cuda()
+    measured_on = "cuda" if on_cuda else "cpu"
+    with context.timed("environment"):
+        machine = environment(measured_on, packages)
+    built = build_and_check(point, implementation, context)
+    operation = get_operation(point.operation)
+    common: Row = {
+        **row_fields(point),
+        "environment": machine,
+        "notes": list(built.layer.notes),
+        "measured_on": measured_on,
+        "build_s": round(built.build_s, 3),
+        "correctness": built.correctness.as_dict(point.dtype),
+    }
+    rows = point.shape.routed_rows
+    padded = rows
+    if built.correctness.counts is not None and point.operation == "moe_layer":
+        outcome = routing_outcome(built.correctness.counts, point.routing.m_tile)
+        common["routing"] = {**common["routing"], **outcome}
+        rows, padded = outcome["routed_rows"], outcome["padded_rows"]
+    if built.correctness.reason:
+        for pass_ in passes:
+            yield failure({**bases[pass_], **common}, "wrong_result", built.correctness.reason)
+        return
+
+    if operation.reports_memory:
+        with context.timed("memory"):
+            problem = built.problems[0]
+            if on_cuda:
+                forward_backward(built.layer, problem.x, problem.grad_output)
+                release()
+                common["memory_bytes"] = cuda_memory(built.layer, problem, built.static)
+            else:
+                common["memory_bytes"] = tracked_memory(built.layer, problem.x, problem.grad_output)
+
+    compilations = CompilationCounter()
+    settings = context.settings
+    host: Samples
+    device: Samples | None = None
+    busy: list[Sample] = []
+    found: dict[str, Any] = {}
+    basis_reason = ""
+    context.phase("host timing")
+    if on_cuda:
+        assert context.evict is not None
+        host_calls = HostCalls(built.layer, built.problems, context.evict)
+        for index in range(3):
+            host_calls(index)
+        compilations = CompilationCounter()
+        if settings.mode == "sustained":
+            heat(host_calls, settings.heat_s)
+        host = sample_until(host_calls, settings, context.monitor)
+        context.phase("profile")
+        windowed = WindowedCalls("p", built.layer, built.problems, context.evict)
+
+        def profiled() -> None:
+            for index in range(-2, max(settings.min_samples, 8)):
+                windowed(index)
+
+        found = kernels_in_windows(profile(profiled))
+        # The first calls under the profiler carry its own start-up.
+        found = {window: kernels for window, kernels in found.items() if not window.rsplit(":", 1)[1].startswith("-")}
+        busy = busy_samples(found, "p")
+        compiled_while_timing = compilations.since_start()
+        context.phase("graph")
+        device, basis_reason = _graph_samples(built, context, allow_graph)
+    else:
+        cpu_calls = CpuCalls(built.layer, built.problems)
+        cpu_calls(0)
+        compilations = CompilationCounter()
+        host = sample_until(cpu_calls, settings, None)
+        compiled_while_timing = compilations.since_start()
+
+    rates = rates_of(str(machine.get("gpu") or ""))
+    b = ELEMENT_BYTES[point.dtype]
+    for pass_ in passes:
+        row: Row = {**bases[pass_], **common, "timestamp": utc_now(), "status": "ok", "reason": ""}
+        latency = {**summarise(host.of(pass_)), "mode": settings.mode}
+        row["latency_ms"] = latency
+        row["stop_criterion"] = host.stop_criterion
+        row["dropped_samples"] = {"count": host.dropped, "reason": host.dropped_reason}
+        row["backward_method"] = "direct"
+        flops = model_flops(point.shape, pass_, rows)
+        tflops: dict[str, float] = {"host": flops / latency["median"] / 1e9}
+        device_median = None
+        if on_cuda:
+            busy_of_pass = _of_pass(busy, pass_)
+            row["busy_ms"] = _interval_only(busy_of_pass)
+            if device is not None:
+                row["device_ms"] = {**_interval_only(device.of(pass_)), "basis": "graph"}
+                row["stop_criterion"] = device.stop_criterion
+            else:
+                row["device_ms"] = {**row["busy_ms"], "basis": "busy", "basis_reason": basis_reason}
+            device_median = float(row["device_ms"]["median"])
+            tflops["device"] = flops / device_median / 1e9
+            tflops["hardware"] = model_flops(point.shape, pass_, padded) / device_median / 1e9
+            row["kernels"] = breakdown(found, "p", pass_, implementation.kernel_role)
+            row["environment"] = {**machine, "during_samples": clock_fields((device or host).states)}
+        row["tflops"] = tflops
+        bytes_ = algorithm_bytes(point.shape, pass_, b)
+        row["costs"] = {
+            "flops": flops,
+            "boundary_bytes": boundary_bytes(point.shape, pass_, b),
+            "algorithm_bytes": bytes_,
+        }
+        if rates is not None and device_median is not None:
+            floors = floors_ms(flops, bytes_, point.dtype, rates)
+            row["costs"]["floor_ms"] = floors
+            row["costs"]["floor_share"] = max(floors.values()) / device_median
+        row["overhead_s"] = dict(context.overhead)
+        problems = _instability(compiled_while_timing, [s for s in (host, device) if s is not None])
+        if problems:
+            row["status"], row["reason"] = "unstable", problems
+        yield row
+
+
+def _graph_samples(built: Built, context: Context, allow_graph: bool) -> tuple[Samples | None, str]:
+    """Device samples by graph replay, or None and the reason why there is no graph."""
+    reason = built.implementation.no_graph_reason
+    if reason is None and not allow_graph:
+        reason = "a graph capture ended the process at this point"
+    if reason is not None:
+        return None, reason
+    assert context.evict is not None
+    problem = built.problems[0]
+    eager, eager_gradients = forward_backward(built.layer, problem.x, problem.grad_output)
+    try:
+        calls = GraphCalls(built.layer, built.problems, context.evict)
+    except GraphCapturedError as error:
+        context.poisoned = True
+        return None, f"cannot be captured in a CUDA graph: {error}"
+    calls(0)
+    replayed, gradients = calls.outputs()
+    for name, value, expected in (("output", replayed, eager), ("gradient of x", gradients[0], eager_gradients[0])):
+        assert value is not None and expected is not None
+        difference = torch.linalg.vector_norm(value.float() - expected.float())
+        if not bool(difference <= 1e-2 * torch.linalg.vector_norm(expected.float())):
+            context.poisoned = True
+            return None, f"the replayed CUDA graph gives another {name} than the call that it captured"
+    del eager, eager_gradients
+    for index in range(2):
+        calls(index)
+    if context.settings.mode == "sustained":
+        heat(calls, context.settings.heat_s)
+    return sample_until(calls, context.settings, context.monitor), ""
+
+
+def _of_pass(samples: Sequence[Sample], pass_: str) -> list[float]:
+    if pass_ == "forward":
+        return [f for f, _ in samples]
+    if pass_ == "backward":
+        return [b for _, b in samples]
+    return [f + b for f, b in samples]
+
+
+def _interval_only(samples: Sequence[float]) -> dict[str, Any]:
+    summary = summarise(samples)
+    return {key: summary[key] for key in ("median", "ci95", "samples")}
+
+
+def _instability(compiled: int, sampled: Sequence[Samples]) -> str:
+    """A sentence where a run cannot be trusted as steady; empty where it can."""
+    problems = []
+    if compiled:
+        problems.append(f"{compiled} compilations happened while timing")
+    for samples in sampled:
+        drift = clock_drift(samples.states)
+        if abs(drift) > CLOCK_BAND:
+            problems.append(f"the SM clock drifted by {drift:+.0%} between the halves of the run")
+            break
+        if samples.dropped > len(samples.forward):
+            problems.append(f"most samples were dropped ({samples.dropped_reason})")
+            break
+    return "; ".join(problems)
+
+
+def measure_ratio(
+    point: Point,
+    passes: Sequence[str],
+    numerator: Implementation,
+    denominator: Implementation,
+    bases: dict[str, Row],
+    context: Context,
+    allow_graph: bool = True,
+) -> Iterator[Row]:
+    """Ratio rows numerator / denominator of device time, the two alternating call by call on the same data."""
+    context.overhead = {}
+    context.start_cuda()
+    packages = tuple(dict.fromkeys([*numerator.distributions, *denominator.distributions]))
+    machine = environment("cuda", packages)
+    builts: list[Built] = []
+    build_s = 0.0
+    for implementation in (numerator, denominator):
+        built = build_and_check(point, implementation, context)
+        build_s += built.build_s
+        builts.append(built)
+    common: Row = {
+        **row_fields(point),
+        "environment": machine,
+        "notes": list(dict.fromkeys(note for built in builts for note in built.layer.notes)),
+        "measured_on": "cuda",
+        "build_s": round(build_s, 3),
+        "correctness": {built.implementation.name: built.correctness.as_dict(point.dtype) for built in builts},
+    }
+    wrong = [f"{b.implementation.label}: {b.correctness.reason}" for b in builts if b.correctness.reason]
+    if wrong:
+        for pass_ in passes:
+            yield failure({**bases[pass_], **common}, "wrong_result", "; ".join(wrong))
+        return
+    # Both layers see the same tensors.
+    builts[1].problems = builts[0].problems
+    assert context.evict is not None
+    reasons = [b.implementation.no_graph_reason for b in builts]
+    reason = next((r for r in reasons if r), None if allow_graph else "a graph capture ended the process")
+    compilations = CompilationCounter()
+    if reason is None:
+        context.phase("graph")
+        try:
+            calls: list[GraphCalls] = [GraphCalls(b.layer, b.problems, context.evict) for b in builts]
+        except GraphCapturedError:
+            # The process is poisoned; the parent repeats the job in a fresh one, without graphs.
+            context.poisoned = True
+            raise
+        compilations = CompilationCounter()
+        for index in range(2):
+            calls[0](index)
+            calls[1](index)
+        pairs = interleaved(calls[0], calls[1], context.settings)
+        basis = "graph"
+    else:
+        context.phase("profile")
+        windowed = [WindowedCalls(tag, b.layer, b.problems, context.evict) for tag, b in zip("nd", builts, strict=True)]
+        count = max(context.settings.min_samples, 12)
+        for index in range(2):
+            windowed[0](index)
+            windowed[1](index)
+        compilations = CompilationCounter()
+
+        def alternating() -> None:
+            for index, first in enumerate(pair_order(count)):
+                windowed[first](index)
+                windowed[1 - first](index)
+
+        found = kernels_in_windows(profile(alternating))
+        # The first pair carries the profiler's own start-up.
+        pairs = list(zip(busy_samples(found, "n"), busy_samples(found, "d"), strict=True))[1:]
+        basis = "busy"
+    compiled = compilations.since_start()
+    for pass_ in passes:
+        both = [(_of_pass([a], pass_)[0], _of_pass([b], pass_)[0]) for a, b in pairs]
+        row: Row = {
+            **bases[pass_],
+            **common,
+            "timestamp": utc_now(),
+            "status": "ok",
+            "reason": "",
+            "time_kind": "device",
+            "basis": basis,
+            **ratio_interval(both),
+            "overhead_s": dict(context.overhead),
+        }
+        if basis == "busy":
+            row["basis_reason"] = reason
+        if compiled:
+            row["status"], row["reason"] = "unstable", f"{compiled} compilations happened while timing"
+        yield row
+
+
+def trace_fake(point: Point, implementation: Implementation, bases: dict[str, Row], context: Context) -> Iterator[Row]:
+    """Held memory at any scale under fake tensors: nothing is computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    context.phase("fake")
+    operation = get_operation(point.operation)
+    with FakeTensorMode():
+        problem = operation.make_problem(point, "cpu")
+        layer = implementation.build(problem)
+        memory = tracked_memory(layer, problem.x, problem.grad_output)
+    for base in bases.values():
+        yield {
+            **base,
+            **row_fields(point),
+            "timestamp": utc_now(),
+            "environment": environment("fake", tuple(implementation.distributions)),
+            "notes": list(layer.notes),
+            "measured_on": "fake",
+            "status": "ok",
+            "reason": "",
+            "memory_bytes": memory,
+        }
+
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Context",
+    "check_point",
+    "failure",
+    "measure_point",
+    "measure_ratio",
+    "release",
+    "trace_fake",
+]

@@ -1,0 +1,53 @@
+"""The whole MoE layer: router, top-K, experts, aggregation; forward and backward."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from harness.correctness import Correctness, check_routing, check_shapes, evaluate, judge, layer_counts
+from harness.interface import Layer, Point, Problem
+from harness.operations.base import Operation
+from harness.problem import make_problem
+from harness.reference import compare_layer
+from harness.routing import choose_experts
+
+
+class MoELayer(Operation):
+    """O[t] = sum over the token's K experts e of S[t,e] · down_e(silu(gate_e x_t) · up_e x_t)."""
+
+    name: ClassVar[str] = "moe_layer"
+
+    def make_problem(self, point: Point, device: torch.device | str, input_set: int = 0) -> Problem:
+        return make_problem(point, device, input_set)
+
+    def check(self, layer: Layer, problem: Problem) -> Correctness:
+        shape = problem.shape
+        before = problem.x.clone()
+        evaluated = evaluate(layer, problem)
+        indices = layer.expert_indices(problem.x)
+        if indices is None:
+            indices = choose_experts(problem.x, problem.router, shape.K)
+        weights = {f"grad_{w}": (shape.E, shape.n, shape.d) for w in ("gate", "up")}
+        expected: dict[str, tuple[int, ...]] = {
+            "output": (shape.T, shape.d),
+            "grad_x": (shape.T, shape.d),
+            **weights,
+            "grad_down": (shape.E, shape.d, shape.n),
+            "grad_router": (shape.E, shape.d),
+        }
+        result = Correctness(reason=check_shapes(evaluated, expected))
+        if result.reason:
+            return result
+        result.reason, result.routing_differs = check_routing(problem, indices)
+        if result.reason:
+            return result
+        result.counts = layer_counts(problem, indices)
+        if not torch.equal(before.view(torch.uint8), problem.x.view(torch.uint8)):
+            result.reason = "the layer changed its input"
+            return result
+        comparison = compare_layer(problem, indices, evaluated.output, evaluated.grad_x, evaluated.gradients)
+        result.errors = comparison.errors
+        result.reason = judge(comparison, problem.point.dtype)
+        return result

@@ -1,0 +1,449 @@
+"""The row: one JSON object for each point and pass, and the rules that it must keep (`results/README.md`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, TypedDict, cast
+
+from harness.errors import UserError
+from harness.interface import DTYPES, Point
+from harness.shapes import MoEShape
+
+SCHEMA_VERSION = 1
+RECORDS = ("measurement", "ratio")
+STATUSES = (
+    "ok",
+    "unsupported",
+    "not_installed",
+    "wrong_result",
+    "out_of_memory",
+    "timeout",
+    "crashed",
+    "unstable",
+)
+#: Only these statuses may carry performance numbers.
+MEASURED_STATUSES = ("ok", "unstable")
+PASSES = ("forward", "backward", "forward_backward")
+MODES = ("burst", "sustained")
+MEASURED_ON = ("cuda", "cpu", "fake")
+TIME_KINDS = ("device", "host")
+#: Where a device time comes from: replay of a CUDA graph, or the union of the kernels' busy intervals.
+BASES = ("graph", "busy")
+
+#: Fields that hold times of one form (`TimeSummary`).
+TIMES = ("latency_ms", "device_ms", "busy_ms")
+#: Performance numbers: refused unless the status is one of `MEASURED_STATUSES`.
+PERFORMANCE = (*TIMES, "kernels", "tflops", "gb_per_s", "memory_bytes", "training", "value", "ci95", "samples")
+
+
+class RecordError(ValueError):
+    """A row that breaks the rules. ``problems`` lists every one of them."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = list(problems)
+
+
+class TimeSummary(TypedDict, total=False):
+    """A time in ms. ``mode`` belongs to ``latency_ms``, ``basis`` and ``basis_reason`` to ``device_ms``."""
+
+    median: float
+    p05: float
+    p95: float
+    ci95: list[float]
+    samples: int
+    mode: str
+    basis: str
+    basis_reason: str
+
+
+class MemoryBytes(TypedDict, total=False):
+    """Bytes of one point; ``layer`` = ``static`` + ``held``."""
+
+    static: int
+    held: int
+    peak: int | None
+    layer: int
+
+
+# The functional form, since `pass` is a keyword of the language.
+Row = TypedDict(
+    "Row",
+    {
+        "schema": int,
+        "record": str,
+        "run_id": str,
+        "timestamp": str,
+        "sweep": str,
+        "operation": str,
+        "variant": str,
+        "pass": str,
+        "implementation": str,
+        "label": str,
+        "numerator": str,
+        "denominator": str,
+        "numerator_label": str,
+        "denominator_label": str,
+        "time_kind": str,
+        "value": float,
+        "ci95": list[float],
+        "samples": int,
+        "basis": str,
+        "basis_reason": str,
+        "shape": dict[str, int],
+        "problem": dict[str, Any],
+        "dtype": str,
+        "layer": dict[str, Any],
+        "routing": dict[str, Any],
+        "status": str,
+        "reason": str,
+        "correctness": dict[str, Any],
+        "latency_ms": TimeSummary,
+        "device_ms": TimeSummary,
+        "busy_ms": TimeSummary,
+        "kernels": list[dict[str, Any]],
+        "tflops": dict[str, Any],
+        "gb_per_s": dict[str, Any],
+        "costs": dict[str, Any],
+        "memory_bytes": MemoryBytes,
+        "build_s": float,
+        "backward_method": str,
+        "stop_criterion": str,
+        "dropped_samples": Any,
+        "training": dict[str, Any],
+        "mode": str,
+        "overhead_s": dict[str, float],
+        "notes": list[str],
+        "resume_key": str,
+        "measured_on": str,
+        "environment": dict[str, Any],
+    },
+    total=False,
+)
+
+_COMMON = (
+    "schema",
+    "record",
+    "run_id",
+    "timestamp",
+    "sweep",
+    "operation",
+    "variant",
+    "pass",
+    "shape",
+    "dtype",
+    "layer",
+    "routing",
+    "status",
+    "measured_on",
+    "environment",
+)
+REQUIRED = {
+    "measurement": (*_COMMON, "implementation", "label"),
+    "ratio": (*_COMMON, "numerator", "denominator", "time_kind"),
+}
+_RATIO_NUMBERS = ("value", "ci95", "samples")
+_RATIO_ONLY = (
+    "numerator",
+    "denominator",
+    "numerator_label",
+    "denominator_label",
+    "time_kind",
+    "basis",
+    "basis_reason",
+    *_RATIO_NUMBERS,
+)
+#: May be empty strings: an operation without variants has none.
+_MAY_BE_EMPTY = ("variant",)
+_CHOICES = {
+    "record": RECORDS,
+    "status": STATUSES,
+    "pass": PASSES,
+    "measured_on": MEASURED_ON,
+    "mode": MODES,
+    "time_kind": TIME_KINDS,
+    "basis": BASES,
+    "dtype": tuple(DTYPES),
+}
+
+
+def gpu_slug(name: str) -> str:
+    """A GPU's name as a folder name: ``NVIDIA H200`` -> ``nvidia_h200``. Raises `UserError` where nothing is left."""
+    slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    if not slug:
+        raise UserError(f"GPU name {name!r}: holds no letter or digit")
+    return slug
+
+
+def utc_now() -> str:
+    """The time as ISO 8601 in UTC, whole seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def point_fields(point: Point) -> dict[str, Any]:
+    """A point's fields of the row, ``implementation`` included; the label is the caller's to add."""
+    return {
+        "operation": point.operation,
+        "variant": point.variant,
+        "implementation": point.implementation,
+        "shape": point.shape.as_dict(),
+        "dtype": point.dtype,
+        "layer": asdict(point.layer),
+        "routing": asdict(point.routing),
+    }
+
+
+def clean(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row in JSON's own types: tuples become lists, NumPy and torch scalars Python numbers.
+
+    A NaN or infinite error of a wrong result is a finding that JSON cannot write, so within ``correctness`` it becomes
+    the text ``nan``, ``inf`` or ``-inf``; anywhere else it stays and `validate` refuses it."""
+
+    def plain(value: Any, spell_out: bool) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item, spell_out) for key, item in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [plain(item, spell_out) for item in value]
+        if value is None or isinstance(value, (str, bool, int)):
+            return value
+        if isinstance(value, float):
+            return str(value) if spell_out and not math.isfinite(value) else float(value)
+        if hasattr(value, "item"):
+            return plain(value.item(), spell_out)
+        return value
+
+    return {str(key): plain(value, key == "correctness") for key, value in row.items()}
+
+
+def check(row: Mapping[str, Any]) -> Row:
+    """The row itself where it keeps every rule; raises `RecordError` otherwise."""
+    problems = validate(row)
+    if problems:
+        raise RecordError(problems)
+    return cast(Row, row)
+
+
+def validate(row: Any) -> list[str]:
+    """Every rule that a row breaks, one sentence each; empty for a good row."""
+    if not isinstance(row, Mapping):
+        return [f"a row must be a JSON object, not {type(row).__name__}"]
+    schema = row.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        return ["schema: missing; every row carries the number of its schema"]
+    if schema > SCHEMA_VERSION:
+        return [f"schema {schema} is newer than this harness reads ({SCHEMA_VERSION}); update the harness"]
+    if schema < 1:
+        return [f"schema {schema}: unknown; this harness writes {SCHEMA_VERSION}"]
+    record = row.get("record")
+    if record not in RECORDS:
+        return [f"record {record!r}: choose from {', '.join(RECORDS)}"]
+
+    problems = _presence(row, record)
+    problems += _finite(row, "")
+    problems += [
+        f"{field} {row[field]!r}: choose from {', '.join(choices)}"
+        for field, choices in _CHOICES.items()
+        if row.get(field) is not None and row[field] not in choices
+    ]
+    problems += _identity(row)
+    problems += _status_rules(row, record)
+    problems += _numbers(row)
+    return problems
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _presence(row: Mapping[str, Any], record: str) -> list[str]:
+    problems = []
+    for field in REQUIRED[record]:
+        value = row.get(field)
+        if value is None or (value == "" and field not in _MAY_BE_EMPTY):
+            problems.append(f"{field}: missing")
+    for field in row:
+        if field not in Row.__annotations__:
+            problems.append(f"{field}: not a field of schema {SCHEMA_VERSION}")
+        elif record == "measurement" and field in _RATIO_ONLY and row[field] is not None:
+            problems.append(f"{field}: belongs to ratio rows only")
+    return problems
+
+
+def _finite(value: Any, where: str) -> list[str]:
+    if isinstance(value, Mapping):
+        return [p for key, item in value.items() for p in _finite(item, f"{where}.{key}" if where else str(key))]
+    if isinstance(value, (list, tuple)):
+        return [p for i, item in enumerate(value) for p in _finite(item, f"{where}[{i}]")]
+    if value is None or isinstance(value, (str, bool, int)):
+        return []
+    if isinstance(value, float):
+        return [] if math.isfinite(value) else [f"{where}: {value} is not a finite number"]
+    return [f"{where}: {type(value).__name__} is not a JSON type"]
+
+
+def _identity(row: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for field in ("run_id", "sweep", "operation", "variant", "implementation", "label", "numerator", "denominator"):
+        if row.get(field) is not None and not isinstance(row[field], str):
+            problems.append(f"{field}: must be text")
+    timestamp = row.get("timestamp")
+    if timestamp is not None:
+        try:
+            moment = datetime.fromisoformat(timestamp)
+        except (TypeError, ValueError):
+            problems.append(f"timestamp {timestamp!r}: must be ISO 8601, e.g. 2026-01-31T12:00:00+00:00")
+        else:
+            offset = moment.utcoffset()
+            if offset is None or offset.total_seconds() != 0:
+                problems.append(f"timestamp {timestamp!r}: must be in UTC")
+    shape = row.get("shape")
+    if shape is not None:
+        try:
+            MoEShape(**shape)
+        except (TypeError, UserError) as error:
+            problems.append(f"shape: {error}")
+    for field, keys in (
+        ("layer", ("activation", "router_convention", "bias")),
+        ("routing", ("method", "distribution", "seed", "m_tile")),
+    ):
+        value = row.get(field)
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            problems.append(f"{field}: must be an object")
+            continue
+        missing = [key for key in keys if key not in value]
+        if missing:
+            problems.append(f"{field}: lacks {', '.join(missing)}")
+    environment = row.get("environment")
+    if environment is not None:
+        if not isinstance(environment, Mapping) or not environment:
+            problems.append("environment: must be an object that says where the row was measured")
+        elif environment.get("measured_on", row.get("measured_on")) != row.get("measured_on"):
+            problems.append(
+                f"measured_on {row.get('measured_on')!r}: the environment says {environment['measured_on']!r}"
+            )
+    notes = row.get("notes")
+    if notes is not None and not (isinstance(notes, list) and all(isinstance(note, str) for note in notes)):
+        problems.append("notes: must be a list of sentences")
+    return problems
+
+
+def _status_rules(row: Mapping[str, Any], record: str) -> list[str]:
+    problems = []
+    status = row.get("status")
+    reason = row.get("reason")
+    if reason is not None and not isinstance(reason, str):
+        problems.append("reason: must be text")
+    elif status in STATUSES and status != "ok" and not (reason or "").strip():
+        problems.append(f"reason: missing; status {status} must say why")
+    present = [field for field in PERFORMANCE if row.get(field) is not None]
+    if status not in MEASURED_STATUSES:
+        problems += [f"{field}: status {status} carries no performance numbers" for field in present]
+        return problems
+    if record == "ratio":
+        problems += [f"{field}: missing" for field in _RATIO_NUMBERS if row.get(field) is None]
+    measured_on = row.get("measured_on")
+    environment = row.get("environment")
+    if measured_on == "cuda" and isinstance(environment, Mapping) and environment and not environment.get("gpu"):
+        problems.append("environment.gpu: missing; a number measured on a GPU names it")
+    if measured_on == "fake":
+        timed = [field for field in present if field != "memory_bytes"]
+        problems += [f"{field}: fake tensors run nothing, only memory can be traced" for field in timed]
+    if measured_on == "cpu" and (row.get("device_ms") is not None or row.get("busy_ms") is not None):
+        problems.append("device_ms: a CPU run has no device time, latency_ms only")
+    if status == "ok" and _has_bad_error(row.get("correctness")):
+        problems.append("correctness: an error that is NaN or infinite never passes")
+    return problems
+
+
+def _has_bad_error(value: Any) -> bool:
+    """Whether errors in ``correctness`` are NaN or infinite, in words or as null (a ratio row nests one table for each
+    of its two implementations)."""
+    if isinstance(value, Mapping):
+        errors = value.get("relative_l2")
+        if isinstance(errors, Mapping) and any(error is None for error in errors.values()):
+            return True
+        return any(_has_bad_error(item) for item in value.values())
+    if isinstance(value, list):
+        return any(_has_bad_error(item) for item in value)
+    return value in ("nan", "inf", "-inf")
+
+
+def _numbers(row: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for field in TIMES:
+        summary = row.get(field)
+        if summary is None:
+            continue
+        if not isinstance(summary, Mapping):
+            problems.append(f"{field}: must be an object with median, ci95 and samples")
+            continue
+        problems += _interval(summary, "median", field + ".")
+        if "mode" in summary and summary["mode"] not in MODES:
+            problems.append(f"{field}.mode {summary['mode']!r}: choose from {', '.join(MODES)}")
+        if field == "device_ms" and summary.get("basis") not in BASES:
+            problems.append(f"{field}.basis {summary.get('basis')!r}: choose from {', '.join(BASES)}")
+    if row.get("record") == "ratio" and row.get("value") is not None:
+        problems += _interval(row, "value", "")
+    for field in ("tflops", "gb_per_s"):
+        table = row.get(field)
+        if table is None:
+            continue
+        if not isinstance(table, Mapping) or any(not _is_number(v) for v in table.values() if v is not None):
+            problems.append(f"{field}: must be an object of numbers")
+    memory = row.get("memory_bytes")
+    if memory is not None:
+        problems += _memory(memory)
+    overhead = row.get("overhead_s")
+    if overhead is not None and not (isinstance(overhead, Mapping) and all(_is_number(v) for v in overhead.values())):
+        problems.append("overhead_s: must be an object of seconds by phase")
+    build_s: Any = row.get("build_s")
+    if build_s is not None and (not _is_number(build_s) or build_s < 0):
+        problems.append(f"build_s {build_s!r}: must be seconds")
+    return problems
+
+
+def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
+    """The rules of a positive median with its interval and its number of samples."""
+    problems = []
+    median: Any = table.get(centre)
+    if not _is_number(median):
+        return [f"{prefix}{centre}: missing or not a number"]
+    if median <= 0:
+        problems.append(f"{prefix}{centre} {median}: must be greater than zero")
+    samples: Any = table.get("samples")
+    if not _is_int(samples) or samples < 1:
+        problems.append(f"{prefix}samples {samples!r}: must be a whole number of at least 1")
+    ci95 = table.get("ci95")
+    if not (isinstance(ci95, (list, tuple)) and len(ci95) == 2 and all(_is_number(end) for end in ci95)):
+        problems.append(f"{prefix}ci95: must be [low, high]")
+    elif not ci95[0] <= median <= ci95[1]:
+        problems.append(f"{prefix}ci95 [{ci95[0]}, {ci95[1]}]: must be ordered and contain the {centre} {median}")
+    for field, wrong in (("p05", lambda v: v > median), ("p95", lambda v: v < median)):
+        value = table.get(field)
+        if value is not None and (not _is_number(value) or wrong(value)):
+            problems.append(f"{prefix}{field} {value!r}: lies on the wrong side of the {centre} {median}")
+    return problems
+
+
+def _memory(memory: Any) -> list[str]:
+    if not isinstance(memory, Mapping):
+        return ["memory_bytes: must be an object with static, held, peak and layer"]
+    problems = []
+    for key, value in memory.items():
+        # `held` may fall below zero in principle: a forward that frees what an earlier one left behind.
+        if value is not None and (not _is_int(value) or (value < 0 and key != "held")):
+            problems.append(f"memory_bytes.{key} {value!r}: must be whole bytes")
+    parts: list[Any] = [memory.get(key) for key in ("static", "held", "layer")]
+    if all(_is_int(value) for value in parts) and parts[2] != parts[0] + parts[1]:
+        problems.append(f"memory_bytes.layer {parts[2]}: must be static + held = {parts[0] + parts[1]}")
+    return problems

@@ -1,0 +1,163 @@
+"""The fp32 reference of the whole MoE layer with all gradients, streamed over experts.
+
+It takes the implementation's own expert indices: with bf16 logits a few per cent of the tokens legitimately choose
+another expert than fp32 logits would, which would drown every other error. Streaming keeps only one expert's weights
+and gradients in fp32, so that the largest shapes fit beside the implementation under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness.interface import Problem
+from harness.routing import router_scores
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """fp32 matrix products without TF32."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@dataclass
+class ErrorSums:
+    """Running sums for the relative L2 error ||value - reference|| / ||reference|| of one tensor, without host
+    synchronisation until `relative` is asked."""
+
+    difference: list[Tensor] = field(default_factory=list)
+    reference: list[Tensor] = field(default_factory=list)
+
+    def add(self, value: Tensor, reference: Tensor) -> None:
+        self.difference.append(torch.linalg.vector_norm(value.float() - reference, dtype=torch.float32))
+        self.reference.append(torch.linalg.vector_norm(reference, dtype=torch.float32))
+
+    def relative(self) -> float:
+        """NaN or infinity in any part gives NaN or infinity; a zero reference gives 0 for an exact zero, else inf."""
+        if not self.difference:
+            return 0.0
+        difference = float(torch.stack(self.difference).double().square().sum().sqrt())
+        reference = float(torch.stack(self.reference).double().square().sum().sqrt())
+        if reference == 0.0:
+            return 0.0 if difference == 0.0 else float("inf")
+        return difference / reference
+
+
+@dataclass
+class Comparison:
+    """Relative L2 error by tensor, and the experts without tokens whose weight gradients are not exactly zero."""
+
+    errors: dict[str, float]
+    nonzero_empty_experts: int
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate)·up, and the gradients of gate and up for the activation's gradient ``grad``."""
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return silu * up, grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
+
+
+def compare_layer(
+    problem: Problem, indices: Tensor, output: Tensor, grad_x: Tensor, gradients: dict[str, Tensor]
+) -> Comparison:
+    """Compare an implementation's output (T, d) and gradients with the fp32 reference.
+
+    Args:
+        indices: (T, K) experts that the implementation chose.
+        gradients: ``grad_gate``, ``grad_up`` (E, n, d), ``grad_down`` (E, d, n), ``grad_router`` (E, d).
+    """
+    shape = problem.shape
+    K = shape.K
+    device = problem.x.device
+    with torch.no_grad(), full_precision():
+        x, router = problem.x.float(), problem.router.float()
+        with torch.enable_grad():
+            logits = (x @ router.T).requires_grad_()
+            scores = router_scores(logits, indices.long(), problem.point.layer.router_convention)
+        flat_scores = scores.detach().reshape(-1)
+        order = torch.argsort(indices.reshape(-1).long(), stable=True)
+        counts = torch.bincount(indices.reshape(-1).long(), minlength=shape.E).tolist()
+        expected = torch.zeros(shape.T, shape.d, device=device)
+        expected_grad_x = torch.zeros(shape.T, shape.d, device=device)
+        grad_scores = torch.zeros(shape.T * K, device=device)
+        sums = {name: ErrorSums() for name in ("grad_gate", "grad_up", "grad_down")}
+        empty_maxima: list[Tensor] = []
+        start = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                for name in sums:
+                    empty_maxima.append(gradients[name][expert].abs().amax().float())
+                continue
+            rows = order[start : start + count]
+            start += count
+            tokens = rows // K
+            gate, up, down = (w[expert].float() for w in (problem.gate, problem.up, problem.down))
+            rows_x, grad_rows = x[tokens], problem.grad_output[tokens].float()
+            h_gate, h_up = rows_x @ gate.T, rows_x @ up.T
+            weight = flat_scores[rows, None]
+            activation = torch.nn.functional.silu(h_gate) * h_up
+            y = activation @ down.T
+            expected.index_add_(0, tokens, weight * y)
+            grad_scores[rows] = (grad_rows * y).sum(1)
+            grad_y = weight * grad_rows
+            _, grad_h_gate, grad_h_up = swiglu_backward(h_gate, h_up, grad_y @ down)
+            sums["grad_down"].add(gradients["grad_down"][expert], grad_y.T @ activation)
+            sums["grad_gate"].add(gradients["grad_gate"][expert], grad_h_gate.T @ rows_x)
+            sums["grad_up"].add(gradients["grad_up"][expert], grad_h_up.T @ rows_x)
+            expected_grad_x.index_add_(0, tokens, grad_h_gate @ gate + grad_h_up @ up)
+        (grad_logits,) = torch.autograd.grad(scores, logits, grad_scores.view(shape.T, K))
+        expected_grad_x += grad_logits @ router
+        for name, value, reference in (
+            ("output", output, expected),
+            ("grad_x", grad_x, expected_grad_x),
+            ("grad_router", gradients["grad_router"], grad_logits.T @ x),
+        ):
+            sums[name] = ErrorSums()
+            sums[name].add(value, reference)
+        nonzero = 0
+        if empty_maxima:
+            # NaN != 0 counts too.
+            nonzero = int((torch.stack(empty_maxima).view(-1, 3) != 0).any(1).sum())
+    return Comparison({name: s.relative() for name, s in sums.items()}, nonzero)
+
+
+def compare_dense(
+    problem: Problem, reduce_k: int, output: Tensor, grad_x: Tensor, gradients: dict[str, Tensor]
+) -> Comparison:
+    """The same for the dense bound: rows r = 0 … T·K-1 belong to expert r // (T·K/E).
+
+    Args:
+        reduce_k: 1 where output and input are the rows themselves (T·K, d); K where the input is (T, d), each row
+            repeated K times, and each K consecutive rows are summed into one output row.
+    """
+    shape = problem.shape
+    per_expert = shape.routed_rows // shape.E
+    sums = {name: ErrorSums() for name in ("output", "grad_x", "grad_gate", "grad_up", "grad_down")}
+    with torch.no_grad(), full_precision():
+        for expert in range(shape.E):
+            rows = torch.arange(expert * per_expert, (expert + 1) * per_expert, device=problem.x.device)
+            rows_x = problem.x[rows // reduce_k].float()
+            grad_y = problem.grad_output[rows // reduce_k].float()
+            gate, up, down = (w[expert].float() for w in (problem.gate, problem.up, problem.down))
+            h_gate, h_up = rows_x @ gate.T, rows_x @ up.T
+            activation, grad_h_gate, grad_h_up = swiglu_backward(h_gate, h_up, grad_y @ down)
+            y, dx = activation @ down.T, grad_h_gate @ gate + grad_h_up @ up
+            # An expert's rows hold whole groups of K only where K divides them; `DenseBound` refuses other shapes.
+            y, dx = (t.view(-1, reduce_k, shape.d).sum(1) for t in (y, dx))
+            out_rows = slice(expert * per_expert // reduce_k, (expert + 1) * per_expert // reduce_k)
+            sums["output"].add(output[out_rows], y)
+            sums["grad_x"].add(grad_x[out_rows], dx)
+            sums["grad_down"].add(gradients["grad_down"][expert], grad_y.T @ activation)
+            sums["grad_gate"].add(gradients["grad_gate"][expert], grad_h_gate.T @ rows_x)
+            sums["grad_up"].add(gradients["grad_up"][expert], grad_h_up.T @ rows_x)
+    return Comparison({name: s.relative() for name, s in sums.items()}, 0)

@@ -1,0 +1,319 @@
+"""Runs a sweep: jobs in worker processes, every outcome a row, each row stored the moment it exists."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import store
+from harness.environment import environment, gpu_name, package_version
+from harness.estimate import job_seconds
+from harness.interface import Implementation, Point
+from harness.operations import get_operation
+from harness.points import point_to_dict, row_fields
+from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
+from harness.record import SCHEMA_VERSION, utc_now
+from harness.registry import Registry, code_hash, installed_reason
+from harness.timing import TimingSettings
+
+#: Statuses that make a sweep's exit code non-zero.
+FAILED = ("wrong_result", "out_of_memory", "timeout", "crashed")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to measure, before it is known whether it can run.
+
+    ``kind`` is ``point``, ``ratio`` (then ``denominator`` names the second implementation) or ``fake``.
+    """
+
+    kind: str
+    point: Point
+    passes: tuple[str, ...]
+    denominator: str = ""
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        if self.kind == "ratio":
+            return (self.point.implementation, self.denominator)
+        return (self.point.implementation,)
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Works of one group share a worker process."""
+        return (self.kind, *self.implementations)
+
+    @property
+    def title(self) -> str:
+        text = " / ".join(self.implementations)
+        variant = f" {self.point.variant}" if self.point.variant else ""
+        return f"{text}{variant} {self.point.shape}"
+
+
+@dataclass
+class Job:
+    """A work with the fields of its rows fixed: one base row and one resume key for each pass."""
+
+    work: Work
+    bases: dict[str, dict[str, Any]]
+    #: Why it will not run here, as (status, reason); None where it will.
+    refusal: tuple[str, str] | None = None
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.refusal else job_seconds(self.work.kind, self.work.point)
+
+
+@dataclass
+class Summary:
+    """What came of a run."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    by_implementation: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    failures: list[tuple[str, str, str]] = field(default_factory=list)
+    skipped: int = 0
+    seconds: float = 0.0
+    build_s: float = 0.0
+    #: Harness overhead in seconds by shape: (inputs + reference + correctness + memory + share of process start).
+    overhead: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def failed(self) -> int:
+        return sum(self.statuses[status] for status in FAILED)
+
+
+class Runner:
+    """Plans and runs the works of one sweep into one results file."""
+
+    def __init__(
+        self,
+        sweep: str,
+        works: Sequence[Work],
+        registry: Registry,
+        output: Path,
+        *,
+        settings: TimingSettings,
+        time_limit_s: float,
+        resume: bool,
+    ) -> None:
+        self.sweep = sweep
+        self.registry = registry
+        self.output = output
+        self.settings = settings
+        self.time_limit_s = time_limit_s
+        self.run_id = f"{utc_now()[:19].replace(':', '').replace('-', '')}-{uuid.uuid4().hex[:6]}"
+        self.summary = Summary()
+        self._report: Callable[[str, Job, str], None] = lambda event, job, text: None
+        self._gpu = gpu_name()
+        self._machine: dict[str, dict[str, Any]] = {}
+        # A group's works run together, in the order in which the sweep names the groups.
+        groups: dict[tuple[str, ...], list[Work]] = defaultdict(list)
+        for work in works:
+            groups[work.group].append(work)
+        self.jobs: list[Job] = []
+        done = self._done() if resume else set()
+        for work in (work for group in groups.values() for work in group):
+            job = self._plan(work)
+            left = [pass_ for pass_ in work.passes if job.bases[pass_]["resume_key"] not in done]
+            self.summary.skipped += len(work.passes) - len(left)
+            if left:
+                # All passes of a work come from one measurement; what is left is measured again as a whole, but only
+                # its missing rows are stored.
+                job.bases = {pass_: job.bases[pass_] for pass_ in left}
+                self.jobs.append(job)
+
+    def on_event(self, report: Callable[[str, Job, str], None]) -> None:
+        """Call ``report(event, job, text)`` as a job starts, enters a phase (its name is the text) and is done."""
+        self._report = report
+
+    def _done(self) -> set[str]:
+        if not self.output.exists():
+            return set()
+        rows, _ = store.read(self.output)
+        return store.resume_keys(rows)
+
+    def _plan(self, work: Work) -> Job:
+        point = work.point
+        known = [self.registry.get(name) if name in self.registry else None for name in work.implementations]
+        base: dict[str, Any] = {"schema": SCHEMA_VERSION, "run_id": self.run_id, "sweep": self.sweep}
+        labels = [i.label if i else n for i, n in zip(known, work.implementations, strict=True)]
+        if work.kind == "ratio":
+            base |= {
+                "record": "ratio",
+                "numerator": work.implementations[0],
+                "denominator": work.implementations[1],
+                "numerator_label": labels[0],
+                "denominator_label": labels[1],
+                "time_kind": "device",
+            }
+        else:
+            base |= {"record": "measurement", "implementation": point.implementation, "label": labels[0]}
+        found = [i for i in known if i is not None]
+        distributions = ["torch", "triton", *(d for i in found for d in i.distributions)]
+        packages = {name: package_version(name) for name in distributions}
+        code = "".join(code_hash(implementation) for implementation in found)
+        where = "fake" if work.kind == "fake" else (self._gpu or "no GPU") if point.device == "cuda" else "cpu"
+        bases = {}
+        for pass_ in work.passes:
+            inputs = store.point_inputs(
+                point, pass_, kind=work.kind, denominator=work.denominator, settings=asdict(self.settings)
+            )
+            bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}
+        return Job(work, bases, self._refusal(work, known))
+
+    def _refusal(self, work: Work, known: Sequence[Implementation | None]) -> tuple[str, str] | None:
+        reason = get_operation(work.point.operation).unsupported_reason(work.point)
+        if reason:
+            return "unsupported", reason
+        for name, implementation in zip(work.implementations, known, strict=True):
+            if implementation is None:
+                return "crashed", self.registry.broken_reason(name) or f"no implementation {name}"
+            if work.kind == "fake":
+                if not implementation.fake_tensors:
+                    return "unsupported", f"{implementation.label} cannot be traced under fake tensors"
+            else:
+                reason = implementation.unsupported_reason(work.point)
+                if reason:
+                    return "unsupported", reason
+                if work.point.device == "cuda" and self._gpu is None:
+                    return "unsupported", "this machine has no NVIDIA GPU"
+            reason = installed_reason(implementation)
+            if reason:
+                return "not_installed", reason
+        return None
+
+    def run(self) -> Summary:
+        """Run every job; rows are in the file as soon as they exist, whatever ends the run."""
+        start = time.perf_counter()
+        worker: WorkerProcess | None = None
+        worker_group: tuple[str, ...] = ()
+        start_share = 0.0
+        try:
+            for job in self.jobs:
+                if job.refusal:
+                    self._fail(job, list(job.bases), *job.refusal)
+                    self._report("done", job, job.refusal[0])
+                    continue
+                self._report("start", job, "")
+                if worker is not None and worker_group != job.work.group:
+                    worker.close()
+                    worker = None
+                worker_group = job.work.group
+                allow_graph = True
+                while True:
+                    if worker is None:
+                        try:
+                            worker = WorkerProcess()
+                        except WorkerStartError as error:
+                            self._fail(job, list(job.bases), "crashed", f"the worker process did not start: {error}")
+                            break
+                        jobs_of_group = sum(j.work.group == job.work.group and not j.refusal for j in self.jobs)
+                        start_share = worker.start_s / max(jobs_of_group, 1)
+                    keep, again = self._run_job(worker, job, allow_graph, start_share)
+                    if not keep:
+                        worker.close(patience_s=0.0)
+                        worker = None
+                    if not again:
+                        break
+                    allow_graph = False
+                self._report("done", job, "")
+        finally:
+            if worker is not None:
+                worker.close(patience_s=1.0)
+            self.summary.seconds = time.perf_counter() - start
+        return self.summary
+
+    def _run_job(self, worker: WorkerProcess, job: Job, allow_graph: bool, start_share: float) -> tuple[bool, bool]:
+        """Run one job; returns (is the worker still good, run the job again without graphs)."""
+        work = job.work
+        message = {
+            "kind": work.kind,
+            "point": point_to_dict(work.point),
+            "passes": list(work.passes),
+            "bases": {pass_: job.bases.get(pass_, {"pass": pass_}) for pass_ in work.passes},
+            "settings": asdict(self.settings),
+            "allow_graph": allow_graph,
+            "numerator": work.implementations[0],
+            "denominator": work.denominator,
+        }
+        left = list(job.bases)
+        failed: dict[str, Any] | None = None
+        try:
+            for event in worker.run(message, self.time_limit_s):
+                kind = event["event"]
+                if kind == "phase":
+                    self._report("phase", job, event["name"])
+                elif kind == "row":
+                    row = event["row"]
+                    if row["pass"] in left:
+                        left.remove(row["pass"])
+                        if "overhead_s" in row:
+                            row["overhead_s"]["process_start"] = round(start_share, 4)
+                        self._store(row)
+                elif kind == "failed":
+                    failed = event
+                elif kind == "done":
+                    if (
+                        failed
+                        and work.kind == "ratio"
+                        and event["poisoned"]
+                        and allow_graph
+                        and worker.phase == "graph"
+                    ):
+                        return False, True
+                    if failed:
+                        self._fail(job, left, failed["status"], f"while in {worker.phase}: {failed['reason']}")
+                    elif left:
+                        self._fail(job, left, "crashed", "the measurement ended without a row for this pass")
+                    return not event["poisoned"], False
+        except WorkerTimeout:
+            reason = f"not finished after {self.time_limit_s:.0f} s, while in {worker.phase}"
+            self._fail(job, left, "timeout", reason)
+        except WorkerDied as death:
+            # A capture that kills the process costs the graph, not the point.
+            if worker.phase == "graph" and allow_graph:
+                return False, True
+            tail = worker.log_tail()
+            reason = f"the worker died while in {worker.phase} ({describe_exit(death.exit_code)})"
+            self._fail(job, left, "crashed", f"{reason}\n{tail}" if tail else reason)
+        return False, False
+
+    def _fail(self, job: Job, passes: Sequence[str], status: str, reason: str) -> None:
+        """Store a row without numbers for each of ``passes``."""
+        work = job.work
+        measured_on = "fake" if work.kind == "fake" else work.point.device
+        if measured_on == "cuda" and self._gpu is None:
+            measured_on = "cpu"
+        if measured_on not in self._machine:
+            self._machine[measured_on] = environment(measured_on, (), initialise_cuda=False)
+        for pass_ in passes:
+            row = {
+                **job.bases[pass_],
+                **row_fields(work.point),
+                "timestamp": utc_now(),
+                "status": status,
+                "reason": reason,
+                "measured_on": measured_on,
+                "environment": self._machine[measured_on],
+            }
+            self._store(row)
+
+    def _store(self, row: dict[str, Any]) -> None:
+        store.append(self.output, row)
+        status = row["status"]
+        name = row.get("implementation") or f"{row['numerator']} / {row['denominator']}"
+        self.summary.statuses[status] += 1
+        self.summary.by_implementation[name][status] += 1
+        shape = ",".join(str(v) for v in row["shape"].values())
+        if status not in ("ok", "not_installed", "unsupported"):
+            self.summary.failures.append((f"{name} {shape} {row['pass']}", status, row["reason"]))
+        last_pass = row["pass"] == "forward_backward"
+        if "overhead_s" in row and last_pass:
+            self.summary.overhead[shape].append(sum(row["overhead_s"].values()))
+        if last_pass:
+            self.summary.build_s += row.get("build_s") or 0.0

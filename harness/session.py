@@ -1,0 +1,201 @@
+"""What the commands do: run sweeps with a progress bar and a summary, draw figures, reproduce the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from harness import store
+from harness.environment import gpu_name
+from harness.errors import UserError
+from harness.record import MODES, gpu_slug
+from harness.registry import ROOT, Registry, load_registry
+from harness.runner import FAILED, Job, Runner, Summary, Work
+from harness.sweep import Sweep, load_sweep
+from harness.timing import TimingSettings
+
+RESULTS = ROOT / "results"
+#: What `reproduce` runs with a GPU and without one.
+GPU_SWEEPS = ("paper_layers", "granularity", "sparsity")
+CPU_SWEEPS = ("cpu",)
+
+
+def works_of(sweep: Sweep) -> list[Work]:
+    """Points, then ratios, then fake-tensor traces."""
+    passes = sweep.options.passes
+    works = [Work("point", point, passes) for point in sweep.points]
+    works += [Work("ratio", ratio.point, ratio.passes, ratio.denominator) for ratio in sweep.ratios]
+    works += [Work("fake", point, ("forward_backward",)) for point in sweep.fakes]
+    return works
+
+
+def results_folder(output: Path | None) -> Path:
+    """Where rows go: the folder asked for, else one that git ignores, named after the GPU (or ``cpu``)."""
+    if output is not None:
+        if output.exists() and not output.is_dir():
+            raise UserError(f"--output {output}: is a file; name a folder")
+        return output
+    name = gpu_name()
+    return RESULTS / "local" / (gpu_slug(name) if name else "cpu")
+
+
+def run_sweeps(
+    out: Console,
+    names: Sequence[str],
+    only: Sequence[str],
+    skip: Sequence[str],
+    shapes: Sequence[str],
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    output: Path | None = None,
+    mode: str = "",
+) -> int:
+    """Run sweeps one after another; returns how many rows failed."""
+    if mode and mode not in MODES:
+        raise UserError(f"--mode {mode}: choose from {', '.join(MODES)}")
+    registry = load_registry()
+    # All of them are read before the first one runs: a typing error must not surface after an hour.
+    loaded = [load_sweep(name, registry, only=only, skip=skip, shape=shapes) for name in names]
+    folder = results_folder(output)
+    failed = 0
+    for sweep in loaded:
+        failed += run_sweep(out, sweep, registry, folder / f"{sweep.name}.jsonl", resume, dry_run, mode)
+    return failed
+
+
+def run_sweep(
+    out: Console, sweep: Sweep, registry: Registry, path: Path, resume: bool, dry_run: bool, mode: str = ""
+) -> int:
+    """Run one sweep into ``path``; returns how many rows failed."""
+    options = replace(sweep.options, mode=mode) if mode else sweep.options
+    if resume and path.exists():
+        _, problems = store.read(path)
+        for problem in problems:
+            out.print(f"[yellow]ignored[/] {escape(str(problem))}", highlight=False)
+    runner = Runner(
+        sweep.name,
+        works_of(sweep),
+        registry,
+        path,
+        settings=TimingSettings(**options.settings()),
+        time_limit_s=options.time_limit_s,
+        resume=resume,
+    )
+    if dry_run:
+        _print_plan(out, sweep, runner)
+        return 0
+    need_gpu = [job for job in runner.jobs if job.work.point.device == "cuda"]
+    if need_gpu and len(need_gpu) == len(runner.jobs) and gpu_name() is None:
+        raise UserError(
+            f"sweep {sweep.name} needs an NVIDIA GPU and this machine has none; try the sweeps cpu or smoke"
+        )
+    out.print(f"[bold]{sweep.name}[/]: {escape(sweep.description)}", highlight=False)
+    out.print(f"rows -> {path}", highlight=False, soft_wrap=True)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[jobs]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=out,
+        transient=True,
+    ) as progress:
+        total = sum(job.seconds for job in runner.jobs)
+        task = progress.add_task("starting", total=max(total, 1e-9), jobs=f"0/{len(runner.jobs)}")
+        finished = 0
+
+        def report(event: str, job: Job, text: str) -> None:
+            nonlocal finished
+            if event == "done":
+                finished += 1
+                progress.update(task, advance=job.seconds, jobs=f"{finished}/{len(runner.jobs)}")
+            else:
+                phase = f" · {text}" if text else ""
+                progress.update(task, description=escape(f"{job.work.title}{phase}"))
+
+        runner.on_event(report)
+        summary = runner.run()
+    _print_summary(out, summary, path)
+    return summary.failed
+
+
+def _print_plan(out: Console, sweep: Sweep, runner: Runner) -> None:
+    table = Table(title=f"{sweep.name}: {sweep.description}", title_justify="left")
+    for column in ("kind", "implementation", "shape", "dtype", "routing", "rows", "estimate"):
+        table.add_column(column)
+    for job in runner.jobs:
+        work = job.work
+        name = " / ".join(work.implementations) + (f" ({work.point.variant})" if work.point.variant else "")
+        estimate = job.refusal[0] if job.refusal else f"{job.seconds:.0f} s"
+        routing = work.point.routing.distribution
+        table.add_row(work.kind, name, str(work.point.shape), work.point.dtype, routing, str(len(job.bases)), estimate)
+    out.print(table)
+    seconds = sum(job.seconds for job in runner.jobs)
+    skipped = f", {runner.summary.skipped} rows there already" if runner.summary.skipped else ""
+    out.print(f"{len(runner.jobs)} jobs{skipped}; about {_duration(seconds)}, building and tuning apart")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _print_summary(out: Console, summary: Summary, path: Path) -> None:
+    table = Table(title="Rows by implementation and status", title_justify="left")
+    statuses = sorted(summary.statuses, key=lambda status: (status != "ok", status))
+    table.add_column("implementation")
+    for status in statuses:
+        table.add_column(status, justify="right")
+    for name, counts in summary.by_implementation.items():
+        table.add_row(name, *(str(counts[status] or "") for status in statuses))
+    out.print(table)
+    for title, status, reason in summary.failures:
+        first = reason.splitlines()[0] if reason else ""
+        colour = "red" if status in FAILED else "yellow"
+        out.print(f"[{colour}]{status}[/] {escape(title)}: {escape(first)}", highlight=False, soft_wrap=True)
+    if summary.overhead:
+        parts = [f"{shape}: {sum(s) / len(s):.1f} s" for shape, s in summary.overhead.items()]
+        out.print(
+            "harness overhead a point (inputs, reference, memory, share of process start): " + "; ".join(parts),
+            highlight=False,
+        )
+    done = sum(summary.statuses.values())
+    skipped = f", {summary.skipped} were there already" if summary.skipped else ""
+    built = f", of which building and tuning {_duration(summary.build_s)}" if summary.build_s >= 1 else ""
+    failed = f"; {summary.failed} failed" if summary.failed else ""
+    out.print(f"{done} rows in {_duration(summary.seconds)}{built}{skipped}{failed}. Rows: {path}", highlight=False)
+
+
+def draw_figures(out: Console, results: Path | None, output: Path | None, figures: Sequence[str]) -> list[Path]:
+    """Draw figures from every row below ``results`` (default: the committed and the local ones)."""
+    if results is not None and not results.is_dir():
+        raise UserError(f"--results {results}: no such folder")
+    import plots
+
+    for name in figures:
+        if name not in plots.FIGURES:
+            raise UserError(f"unknown figure {name!r}; choose from {', '.join(plots.FIGURES)}")
+    written, problems = plots.draw(results or RESULTS, output or RESULTS / "figures", figures or None)
+    for problem in problems:
+        out.print(f"[yellow]ignored[/] {escape(str(problem))}", highlight=False, soft_wrap=True)
+    for path in written:
+        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return written
+
+
+def reproduce(out: Console) -> None:
+    """The paper's sweeps where there is a GPU, else everything that a CPU can show; then every figure."""
+    names = GPU_SWEEPS if gpu_name() else CPU_SWEEPS
+    if names is CPU_SWEEPS:
+        out.print("No NVIDIA GPU here: measuring at CPU scale; figures come from the committed rows of real GPUs.")
+    failed = run_sweeps(out, names, (), (), (), resume=True)
+    if failed:
+        out.print(f"[yellow]{failed} rows failed; the figures mark them[/]")
+    draw_figures(out, None, None, [])

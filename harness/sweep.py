@@ -1,0 +1,584 @@
+"""Sweeps: TOML files that say which operations, shapes, routings and implementations to measure.
+
+The format, every key optional unless marked (*)::
+
+    [sweep]
+    name = "paper_layers"            # default: the file's name
+    description = "..."              # (*) one sentence
+
+    [defaults]                       # for every entry below; the first five may also stand in an entry
+    dtype = "bfloat16"               # or a list
+    distributions = ["uniform"]      # how the router's choices are distributed
+    conventions = ["topk_softmax"]   # router conventions
+    seed = 0
+    device = "cuda"                  # or "cpu"
+    m_tile = 128                     # the M tile for padding accounts
+    passes = ["forward", "backward", "forward_backward"]
+    mode = "burst"                   # or "sustained"
+    time_limit_s = 600               # a job that takes longer is ended (status timeout)
+    min_samples = 10                 # the next four: when sampling ends; default: the timer's own
+    max_samples = 50
+    target_width = 0.01              # relative width of the median's interval
+    sampling_s = 1.0                 # seconds
+
+    [shapes]                         # named groups of shapes; a group may name others
+    small = ["256,64,32,8,2"]
+
+    [[points]]
+    operation = "moe_layer"          # default
+    implementations = ["torch_loop"] # (*) names, or "*": all that offer the operation on the device
+    shapes = ["small", "512,64,32,8,2"]  # (*) groups, texts T,d,n,E,K, or tables (also as [[points.shapes]])
+    variants = ["gemm"]              # default: every variant that the implementation offers
+    dtype, distributions, conventions, seed, device
+
+    [[ratios]]                       # numerator and denominator alternate in one process
+    numerator = ["scattermoe"]       # (*) a name or a list
+    denominator = "sonicmoe_torch"   # (*) a name or a list; an A/A ratio (both the same) must be among the ratios
+    operation, variants              # as above
+    shapes = ["small"]               # default: those of the points of this operation
+    passes = ["forward"]             # default: the sweep's
+    dtype, distributions, conventions, seed, device
+
+    [[fake]]                         # memory held, traced under fake tensors: any size on any machine
+    implementations, shapes          # (*)
+    operation, dtype                 # as above
+
+Named groups that several sweeps share stand in ``shapes.toml`` in the folder of the sweeps. Operations without an
+implementation in the list, unknown keys and names of any kind are errors, not surprises.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.errors import UserError
+from harness.interface import (
+    DISTRIBUTIONS,
+    DTYPES,
+    ROUTER_CONVENTIONS,
+    Implementation,
+    LayerSpec,
+    Point,
+    RoutingSpec,
+)
+from harness.operations import OPERATIONS
+from harness.record import MODES, PASSES
+from harness.registry import ROOT, Registry, choices
+from harness.shapes import MoEShape
+
+SWEEPS = ROOT / "sweeps"
+SHAPES_FILE = "shapes.toml"
+DEVICES = ("cuda", "cpu")
+EVERY = "*"
+
+_POINT_KEYS = ("dtype", "distributions", "conventions", "seed", "device", "m_tile")
+_OPTION_KEYS = ("passes", "mode", "time_limit_s", "min_samples", "max_samples", "target_width", "sampling_s")
+_KEYS: dict[str, tuple[str, ...]] = {
+    "": ("sweep", "defaults", "shapes", "points", "ratios", "fake"),
+    "sweep": ("name", "description"),
+    "defaults": (*_POINT_KEYS, *_OPTION_KEYS),
+    "points": ("operation", "implementations", "shapes", "variants", *_POINT_KEYS),
+    "ratios": ("numerator", "denominator", "operation", "shapes", "variants", "passes", *_POINT_KEYS),
+    "fake": ("operation", "implementations", "shapes", "variants", "dtype"),
+}
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """How a sweep measures.
+
+    Attributes:
+        passes: which rows each point gets.
+        mode: ``burst`` or ``sustained``.
+        time_limit_s: a job that takes longer is ended.
+        min_samples, max_samples, target_width, sampling_s: when sampling ends; None: the timer's default.
+    """
+
+    passes: tuple[str, ...] = PASSES
+    mode: str = "burst"
+    time_limit_s: float = 600.0
+    min_samples: int | None = None
+    max_samples: int | None = None
+    target_width: float | None = None
+    sampling_s: float | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments for `harness.timing.TimingSettings`; what the sweep leaves open is absent."""
+        given = {
+            "mode": self.mode,
+            "min_samples": self.min_samples,
+            "max_samples": self.max_samples,
+            "target_width": self.target_width,
+            # The timer's limit is on sampling alone, the sweep's `time_limit_s` on the whole job.
+            "time_limit_s": self.sampling_s,
+        }
+        return {key: value for key, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class RatioPoint:
+    """A ratio to measure: two implementations on the same point. ``point.implementation`` is the numerator."""
+
+    point: Point
+    denominator: str
+    passes: tuple[str, ...] = PASSES
+
+    @property
+    def numerator(self) -> str:
+        return self.point.implementation
+
+    @property
+    def numerator_point(self) -> Point:
+        return self.point
+
+    @property
+    def denominator_point(self) -> Point:
+        return replace(self.point, implementation=self.denominator)
+
+    @property
+    def is_a_a(self) -> bool:
+        """An implementation against itself: what the method's own noise looks like."""
+        return self.numerator == self.denominator
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, written out: every point, ratio and fake-tensor trace, in the order in which they are named.
+
+    Attributes:
+        fakes: points whose held memory is traced under fake CPU tensors (their device is ``cpu``).
+        groups: the named groups of shapes that its file could use.
+    """
+
+    name: str
+    description: str
+    points: list[Point] = field(default_factory=list)
+    ratios: list[RatioPoint] = field(default_factory=list)
+    fakes: list[Point] = field(default_factory=list)
+    options: SweepOptions = field(default_factory=SweepOptions)
+    groups: dict[str, list[MoEShape]] = field(default_factory=dict)
+
+    @property
+    def implementations(self) -> list[str]:
+        """Names of all implementations in it, sorted."""
+        names = {point.implementation for point in [*self.points, *self.fakes]}
+        for ratio in self.ratios:
+            names |= {ratio.numerator, ratio.denominator}
+        return sorted(names)
+
+    @property
+    def shapes(self) -> list[MoEShape]:
+        """Every shape in it, each once, in order."""
+        everything = [*self.points, *(ratio.point for ratio in self.ratios), *self.fakes]
+        return list(dict.fromkeys(point.shape for point in everything))
+
+    def filter(self, only: Iterable[str] = (), skip: Iterable[str] = (), shape: Iterable[str] | str = ()) -> Sweep:
+        """The part of it that a user asks for.
+
+        Args:
+            only: implementations to keep; none: all. A ratio stays where both of its implementations do.
+            skip: implementations to leave out.
+            shape: shapes to keep, as ``T,d,n,E,K`` or as the name of a group; none: all.
+
+        Raises:
+            UserError: a name or shape that the sweep does not have, or nothing is left.
+        """
+        only, skip = list(only), list(skip)
+        for option, names in (("--only", only), ("--skip", skip)):
+            for name in names:
+                if name not in self.implementations:
+                    raise UserError(f"{option} {name}: not in sweep {self.name}; {choices(name, self.implementations)}")
+        wanted: set[MoEShape] = set()
+        shape_texts = [shape] if isinstance(shape, str) else list(shape)
+        for text in shape_texts:
+            if text in self.groups:
+                found = self.groups[text]
+            elif "," in text:
+                found = [MoEShape.parse(text)]
+            else:
+                raise UserError(f"--shape {text}: neither T,d,n,E,K nor a group; {choices(text, self.groups)}")
+            if not set(found) & set(self.shapes):
+                raise UserError(
+                    f"--shape {text}: not in sweep {self.name}; choose from {' '.join(str(s) for s in self.shapes)}"
+                )
+            wanted |= set(found)
+
+        def keeps(name: str) -> bool:
+            return (not only or name in only) and name not in skip
+
+        def keeps_point(point: Point) -> bool:
+            return keeps(point.implementation) and (not wanted or point.shape in wanted)
+
+        left = replace(
+            self,
+            points=[point for point in self.points if keeps_point(point)],
+            ratios=[ratio for ratio in self.ratios if keeps_point(ratio.point) and keeps(ratio.denominator)],
+            fakes=[point for point in self.fakes if keeps_point(point)],
+        )
+        if not (left.points or left.ratios or left.fakes):
+            raise UserError(f"sweep {self.name}: the filters leave nothing to measure")
+        return left
+
+
+def sweep_names(folder: Path = SWEEPS) -> list[str]:
+    """Names of the sweeps in a folder, sorted."""
+    return sorted(path.stem for path in folder.glob("*.toml") if path.name != SHAPES_FILE)
+
+
+def load_sweep(
+    name_or_path: str | Path,
+    registry: Registry,
+    *,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    shape: Iterable[str] | str = (),
+    folder: Path = SWEEPS,
+) -> Sweep:
+    """Read a sweep by its name or its file's path, and apply the filters of `Sweep.filter`.
+
+    Raises:
+        UserError: no such sweep, or anything in the file that is not as it should be; the message names the file, the
+            key and the valid choices.
+    """
+    text = str(name_or_path)
+    path = Path(text) if text.endswith(".toml") or os.sep in text else folder / f"{text}.toml"
+    if not path.is_file() or path == folder / SHAPES_FILE:
+        if path.parent == folder:
+            raise UserError(f"unknown sweep {text!r}; {choices(path.stem, sweep_names(folder))}")
+        raise UserError(f"{path}: no such file; the sweeps here are {', '.join(sweep_names(folder))}")
+    shared = [place / SHAPES_FILE for place in dict.fromkeys([folder, path.parent])]
+    groups: dict[str, Any] = {}
+    for file in shared:
+        if file.is_file() and file != path:
+            groups.update(_shared_groups(file))
+    sweep = _Reader(path, registry, groups).sweep()
+    return sweep.filter(only, skip, shape)
+
+
+def _load_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from error
+
+
+def _shared_groups(path: Path) -> dict[str, Any]:
+    tables = _load_toml(path)
+    for key in tables:
+        if key != "shapes":
+            raise UserError(f"{path}: {key}: unknown key; choose from shapes")
+    groups = tables.get("shapes", {})
+    if not isinstance(groups, dict):
+        raise UserError(f"{path}: shapes: must be a table")
+    return groups
+
+
+class _Reader:
+    """Reads one file; every error it raises names the file and the key."""
+
+    def __init__(self, path: Path, registry: Registry, shared_groups: Mapping[str, Any]) -> None:
+        self.path = path
+        self.registry = registry
+        self.tables = _load_toml(path)
+        self.known_names = [*registry.names(), *(entry.name for entry in registry.broken)]
+        self._check_keys(self.tables, "", "")
+        own = self.tables.get("shapes", {})
+        if not isinstance(own, dict):
+            self.fail("shapes", "must be a table of groups, e.g. small = ['256,64,32,8,2']")
+        self.raw_groups = {**shared_groups, **own}
+        self.groups = {name: self._group(name, ()) for name in self.raw_groups}
+        self.defaults = self._table("defaults")
+        self._check_keys(self.defaults, "defaults", "defaults")
+
+    def fail(self, key: str, message: str) -> NoReturn:
+        raise UserError(f"{self.path}: {key}: {message}" if key else f"{self.path}: {message}")
+
+    def sweep(self) -> Sweep:
+        head = self._table("sweep")
+        self._check_keys(head, "sweep", "sweep")
+        name = self._text(head.get("name", self.path.stem), "sweep.name")
+        if "description" not in head:
+            self.fail("sweep.description", "missing; say in one sentence what the sweep is for")
+        description = self._text(head["description"], "sweep.description")
+        options = self._options()
+        points: list[Point] = []
+        for where, entry in self._entries("points"):
+            points += self._points(entry, where)
+        ratios: list[RatioPoint] = []
+        for where, entry in self._entries("ratios"):
+            ratios += self._ratios(entry, where, points, options)
+        fakes: list[Point] = []
+        for where, entry in self._entries("fake"):
+            fakes += self._points({"device": "cpu", "distributions": "uniform", **entry}, where, fake=True)
+        if not (points or ratios or fakes):
+            self.fail("", "asks for nothing: it has neither points nor ratios nor fake entries")
+        if ratios and not any(ratio.is_a_a for ratio in ratios):
+            self.fail("ratios", "no A/A ratio; add one whose numerator is its denominator (it must include 1.00)")
+        return Sweep(
+            name,
+            description,
+            list(dict.fromkeys(points)),
+            list(dict.fromkeys(ratios)),
+            list(dict.fromkeys(fakes)),
+            options,
+            self.groups,
+        )
+
+    # Tables and keys
+
+    def _table(self, key: str) -> dict[str, Any]:
+        table = self.tables.get(key, {})
+        if not isinstance(table, dict):
+            self.fail(key, f"must be a table, written [{key}]")
+        return table
+
+    def _entries(self, key: str) -> list[tuple[str, dict[str, Any]]]:
+        entries = self.tables.get(key, [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            self.fail(key, f"must be an array of tables, each written [[{key}]]")
+        listed = [(f"{key}[{number}]", entry) for number, entry in enumerate(entries, start=1)]
+        for where, entry in listed:
+            self._check_keys(entry, key, where)
+        return listed
+
+    def _check_keys(self, table: Mapping[str, Any], kind: str, where: str) -> None:
+        for key in table:
+            if key not in _KEYS[kind]:
+                self.fail(f"{where}.{key}" if where else key, f"unknown key; {choices(key, _KEYS[kind])}")
+
+    def _text(self, value: Any, where: str) -> str:
+        if not isinstance(value, str) or not value:
+            self.fail(where, f"must be a text, not {value!r}")
+        return value
+
+    def _texts(self, value: Any, where: str) -> list[str]:
+        """A text or a list of them."""
+        values = value if isinstance(value, list) else [value]
+        if not values:
+            self.fail(where, "is empty")
+        return [self._text(item, where) for item in values]
+
+    def _chosen(self, value: Any, where: str, what: str, valid: Sequence[str]) -> list[str]:
+        texts = self._texts(value, where)
+        for text in texts:
+            if text not in valid:
+                self.fail(where, f"unknown {what} {text!r}; {choices(text, valid)}")
+        return texts
+
+    def _number(self, value: Any, where: str, whole: bool, least: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            self.fail(where, f"must be a {'whole ' if whole else ''}number, not {value!r}")
+        if not value >= least:
+            self.fail(where, f"must be at least {least:g}, not {value}")
+        return value
+
+    def _setting(self, entry: Mapping[str, Any], where: str, key: str, default: Any) -> tuple[Any, str]:
+        """An entry's value, else the defaults' one; and where it stands, for messages."""
+        if key in entry:
+            return entry[key], f"{where}.{key}"
+        return self.defaults.get(key, default), f"defaults.{key}"
+
+    # Shapes
+
+    def _group(self, name: str, outer: tuple[str, ...]) -> list[MoEShape]:
+        if name in outer:
+            self.fail(f"shapes.{name}", f"names itself ({' -> '.join([*outer, name])})")
+        return self._shapes(self.raw_groups[name], f"shapes.{name}", (*outer, name))
+
+    def _shapes(self, value: Any, where: str, outer: tuple[str, ...] = ()) -> list[MoEShape]:
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            self.fail(where, "is empty")
+        shapes: list[MoEShape] = []
+        for item in items:
+            if isinstance(item, dict):
+                axes = ("T", "d", "n", "E", "K")
+                if set(item) != set(axes):
+                    self.fail(where, f"a shape needs exactly the keys {', '.join(axes)}, not {', '.join(item)}")
+                shapes.append(self._shape(lambda item=item: MoEShape(**item), where))
+            elif isinstance(item, str) and item in self.raw_groups:
+                shapes += self._group(item, outer)
+            elif isinstance(item, str) and "," in item:
+                shapes.append(self._shape(lambda item=item: MoEShape.parse(item), where))
+            elif isinstance(item, str):
+                known = choices(item, self.raw_groups)
+                self.fail(where, f"unknown group of shapes {item!r}; write T,d,n,E,K or {known}")
+            else:
+                self.fail(where, f"must be texts T,d,n,E,K, groups or tables, not {item!r}")
+        return list(dict.fromkeys(shapes))
+
+    def _shape(self, make: Any, where: str) -> MoEShape:
+        try:
+            return make()
+        except UserError as error:
+            self.fail(where, str(error))
+
+    # Points
+
+    def _options(self) -> SweepOptions:
+        table = self.defaults
+        given: dict[str, Any] = {}
+        if "passes" in table:
+            given["passes"] = self._passes(table["passes"], "defaults.passes")
+        if "mode" in table:
+            mode = self._chosen(table["mode"], "defaults.mode", "mode", MODES)
+            if len(mode) != 1:
+                self.fail("defaults.mode", f"must be one of {', '.join(MODES)}")
+            given["mode"] = mode[0]
+        for key, whole, least in (
+            ("time_limit_s", False, 1.0),
+            ("min_samples", True, 1),
+            ("max_samples", True, 1),
+            ("target_width", False, 0.0),
+            ("sampling_s", False, 0.0),
+        ):
+            if key in table:
+                given[key] = self._number(table[key], f"defaults.{key}", whole, least)
+        return SweepOptions(**given)
+
+    def _passes(self, value: Any, where: str) -> tuple[str, ...]:
+        chosen = self._chosen(value, where, "pass", PASSES)
+        return tuple(name for name in PASSES if name in chosen)
+
+    def _operation(self, entry: Mapping[str, Any], where: str) -> str:
+        found = self._chosen(entry.get("operation", "moe_layer"), f"{where}.operation", "operation", list(OPERATIONS))
+        if len(found) != 1:
+            self.fail(f"{where}.operation", "must be one operation; write another entry for the next")
+        return found[0]
+
+    def _names(self, value: Any, where: str) -> list[str]:
+        texts = self._texts(value, where)
+        for text in texts:
+            if text not in self.known_names:
+                self.fail(where, f"unknown implementation {text!r}; {choices(text, self.known_names)}")
+        return texts
+
+    def _implementations(
+        self, entry: Mapping[str, Any], where: str, operation: str, device: str, fake: bool
+    ) -> list[str]:
+        key = f"{where}.implementations"
+        if "implementations" not in entry:
+            self.fail(key, f'missing; choose from "*", {", ".join(self.known_names)}')
+        value = entry["implementations"]
+        if value in (EVERY, [EVERY]):
+            # Under fake tensors the device is the CPU whatever the implementation needs to compute.
+            offering = self.registry.offering(operation, None if fake else device)
+            names = [found.name for found in offering if found.fake_tensors or not fake]
+            if not names:
+                self.fail(key, f"no registered implementation offers {operation} on {device}")
+            return names
+        names = self._names(value, key)
+        for name in names:
+            self._check_offers(name, operation, key)
+        return names
+
+    def _check_offers(self, name: str, operation: str, where: str) -> None:
+        implementation = self._known(name)
+        if implementation is not None and operation not in implementation.operations:
+            offering = [found.name for found in self.registry.offering(operation)]
+            self.fail(where, f"{name} does not offer the operation {operation}; {choices(name, offering)}")
+
+    def _known(self, name: str) -> Implementation | None:
+        """The plugin; None for a broken one, which stays in the sweep and becomes a row with its reason."""
+        return self.registry.get(name) if name in self.registry else None
+
+    def _variants(
+        self, entry: Mapping[str, Any], where: str, operation: str, names: Sequence[str]
+    ) -> dict[str, list[str]]:
+        """For each implementation the variants to measure; [""] where the operation has none."""
+        offered: dict[str, list[str]] = {}
+        broken = []
+        for name in names:
+            implementation = self._known(name)
+            if implementation is None:
+                broken.append(name)
+            else:
+                offered[name] = list(implementation.variants.get(operation, ("",)))
+        every = list(dict.fromkeys(variant for found in offered.values() for variant in found)) or [""]
+        if "variants" in entry:
+            key = f"{where}.variants"
+            every = self._chosen(entry["variants"], key, "variant", [variant for variant in every if variant])
+            for name, found in offered.items():
+                offered[name] = [variant for variant in every if variant in found]
+                if not offered[name]:
+                    self.fail(key, f"{name} offers none of them; write another entry for it")
+        # A broken plugin cannot be asked; its rows stand where the others' do.
+        return {**offered, **{name: every for name in broken}}
+
+    def _settings_of(
+        self, entry: Mapping[str, Any], where: str
+    ) -> tuple[str, list[tuple[str, LayerSpec, RoutingSpec]]]:
+        """The device, and every combination of dtype, layer and routing."""
+        value, key = self._setting(entry, where, "device", "cuda")
+        device = self._chosen(value, key, "device", DEVICES)
+        if len(device) != 1:
+            self.fail(key, "must be one device; write another entry for the next")
+        value, key = self._setting(entry, where, "dtype", "bfloat16")
+        dtypes = self._chosen(value, key, "dtype", list(DTYPES))
+        value, key = self._setting(entry, where, "distributions", "uniform")
+        distributions = self._chosen(value, key, "distribution", DISTRIBUTIONS)
+        value, key = self._setting(entry, where, "conventions", LayerSpec().router_convention)
+        conventions = self._chosen(value, key, "router convention", ROUTER_CONVENTIONS)
+        value, key = self._setting(entry, where, "seed", 0)
+        seed = int(self._number(value, key, True, 0))
+        value, key = self._setting(entry, where, "m_tile", RoutingSpec().m_tile)
+        m_tile = int(self._number(value, key, True, 1))
+        combinations = [
+            (dtype, LayerSpec(router_convention=convention), RoutingSpec("top_k", distribution, seed, m_tile))
+            for dtype, convention, distribution in product(dtypes, conventions, distributions)
+        ]
+        return device[0], combinations
+
+    def _points(self, entry: Mapping[str, Any], where: str, fake: bool = False) -> list[Point]:
+        operation = self._operation(entry, where)
+        device, combinations = self._settings_of(entry, where)
+        names = self._implementations(entry, where, operation, device, fake)
+        variants = self._variants(entry, where, operation, names)
+        if "shapes" not in entry:
+            self.fail(f"{where}.shapes", f"missing; write T,d,n,E,K or {choices('', self.raw_groups)}")
+        shapes = self._shapes(entry["shapes"], f"{where}.shapes")
+        return [
+            Point(operation, name, shape, dtype, layer, routing, variant, device)
+            for shape, (dtype, layer, routing), name in product(shapes, combinations, names)
+            for variant in variants[name]
+        ]
+
+    def _ratios(
+        self, entry: Mapping[str, Any], where: str, points: Sequence[Point], options: SweepOptions
+    ) -> list[RatioPoint]:
+        operation = self._operation(entry, where)
+        device, combinations = self._settings_of(entry, where)
+        sides = []
+        for side in ("numerator", "denominator"):
+            if side not in entry:
+                self.fail(f"{where}.{side}", f"missing; choose from {', '.join(self.known_names)}")
+            names = self._names(entry[side], f"{where}.{side}")
+            for name in names:
+                self._check_offers(name, operation, f"{where}.{side}")
+            sides.append(names)
+        numerators, denominators = sides
+        variants = self._variants(entry, where, operation, [*numerators, *denominators])
+        passes = self._passes(entry["passes"], f"{where}.passes") if "passes" in entry else options.passes
+        if "shapes" in entry:
+            shapes = self._shapes(entry["shapes"], f"{where}.shapes")
+        else:
+            shapes = list(dict.fromkeys(point.shape for point in points if point.operation == operation))
+            if not shapes:
+                self.fail(f"{where}.shapes", f"missing, and no [[points]] of {operation} give any")
+        found = []
+        for shape, (dtype, layer, routing), top, bottom in product(shapes, combinations, numerators, denominators):
+            shared = [variant for variant in variants[top] if variant in variants[bottom]]
+            if not shared:
+                self.fail(where, f"{top} and {bottom} share no variant of {operation}")
+            for variant in shared:
+                point = Point(operation, top, shape, dtype, layer, routing, variant, device)
+                found.append(RatioPoint(point, bottom, passes))
+        return found

@@ -1,0 +1,1 @@
+"""One file for each implementation. See `_template.py` to add one."""

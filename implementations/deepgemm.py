@@ -1,0 +1,214 @@
+"""DeepGEMM-pt: DeepGEMM's BF16 grouped GEMMs for every GEMM of the experts, everything else standard PyTorch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from harness.interface import Implementation, Layer, Point, Problem
+
+#: Rows to which each expert's group is padded: the M tile of the contiguous layout, and the unit of the
+#: weight gradients' contraction.
+ALIGNMENT = 128
+
+
+class _Groups(NamedTuple):
+    """Where each expert's rows lie once every expert is padded to a multiple of `ALIGNMENT`.
+
+    Attributes:
+        row_of_pair: (T·K,) int64, the row of each (token, k) in token order.
+        token_of_row: (M,) int64, the token of each row; T for padding.
+        expert_of_row: (M,) int32, padding rows included.
+        padded: (E,) int32 row counts on the device; padded_host: the same numbers as a list.
+    """
+
+    row_of_pair: Tensor
+    token_of_row: Tensor
+    expert_of_row: Tensor
+    padded: Tensor
+    padded_host: list[int]
+
+
+def _groups(indices: Tensor, experts: int) -> _Groups:
+    """Sort (T, K) expert indices by expert and pad; synchronises with the host once."""
+    tokens, k = indices.shape
+    flat = indices.reshape(-1)
+    sorted_experts, order = torch.sort(flat, stable=True)
+    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    # The grouped GEMM over varying K takes its group sizes from a host list, so no arrangement avoids this.
+    padded_host: list[int] = padded.tolist()
+    rows = sum(padded_host)
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    row_of_sorted = torch.arange(flat.numel(), device=flat.device) + shift[sorted_experts]
+    row_of_pair = torch.empty_like(flat).index_copy_(0, order, row_of_sorted)
+    token_of_row = torch.full((rows,), tokens, dtype=torch.int64, device=flat.device)
+    token_of_row.index_copy_(0, row_of_sorted, order // k)
+    # Padding carries its expert's index, not -1: its rows are zero and give zero, and no tile is left undefined.
+    expert_of_row = torch.repeat_interleave(
+        torch.arange(experts, dtype=torch.int32, device=flat.device), padded, output_size=rows
+    )
+    return _Groups(row_of_pair, token_of_row, expert_of_row, padded.int(), padded_host)
+
+
+class _Gather(torch.autograd.Function):
+    """(T, d) -> (M, d) rows by expert, padding rows zero; the gradient is a sum over each token's K rows.
+
+    Autograd's own gradient of an indexed read adds with bf16 atomics, which is neither exact nor reproducible."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: _Groups) -> Tensor:
+        ctx.groups, ctx.pairs = groups, (x.shape[0], groups.row_of_pair.numel() // max(x.shape[0], 1))
+        return torch.cat((x, x.new_zeros(1, x.shape[1]))).index_select(0, groups.token_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows = grads[0].index_select(0, ctx.groups.row_of_pair)
+        return rows.view(*ctx.pairs, rows.shape[1]).sum(dim=1), None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """(M, k) rows by expert times (E, n, k) weights -> (M, n), forward and both gradients in DeepGEMM."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: _Groups, deep_gemm: ModuleType) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.groups, ctx.deep_gemm = groups, deep_gemm
+        out = rows.new_empty(rows.shape[0], weight.shape[1])
+        if rows.shape[0]:
+            # DLPack, through which the tensors pass, refuses leaves that require a gradient.
+            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(rows.detach(), weight.detach(), out, groups.expert_of_row)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = (saved.detach() for saved in ctx.saved_tensors)
+        groups: _Groups = ctx.groups
+        grad = grads[0].detach().contiguous()
+        grad_rows = torch.empty_like(rows)
+        # The kernel over varying K always accumulates and skips empty groups, so its output starts at zero.
+        grad_weight = torch.zeros_like(weight)
+        if rows.shape[0]:
+            ctx.deep_gemm.m_grouped_bf16_gemm_nn_contiguous(grad, weight, grad_rows, groups.expert_of_row)
+            ctx.deep_gemm.k_grouped_bf16_gemm_tn_contiguous(
+                grad, rows, grad_weight, groups.padded_host, groups.padded, grad_weight
+            )
+        return grad_rows, grad_weight, None, None
+
+
+class DeepGemmLayer(Layer):
+    """Parameters W1 (E, 2n, d), gate rows then up rows, W2 (E, d, n) and the router (E, d)."""
+
+    notes = (
+        f"every expert's rows are padded to a multiple of {ALIGNMENT}",
+        "group sizes are read back to the host once per forward: the grouped GEMM over varying K takes a host list",
+        "weight gradients accumulate in bf16 onto a zero-filled output (fp32 within the GEMM), since that kernel "
+        "always adds to its output",
+    )
+
+    def __init__(self, problem: Problem, deep_gemm: ModuleType) -> None:
+        self.deep_gemm = deep_gemm
+        self.n, self.k, self.experts = problem.shape.n, problem.shape.K, problem.shape.E
+        self.w1 = torch.cat((problem.gate, problem.up), dim=1).detach().requires_grad_()
+        self.w2 = problem.down.detach().clone().requires_grad_()
+        self.router = problem.router.detach().clone().requires_grad_()
+
+    def parameters(self) -> Sequence[Tensor]:
+        return (self.w1, self.w2, self.router)
+
+    def expert_indices(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.topk((x @ self.router.T).float(), self.k, dim=-1).indices
+
+    def forward(self, x: Tensor) -> Tensor:
+        top = torch.topk((x @ self.router.T).float(), self.k, dim=-1)
+        scores = torch.softmax(top.values, dim=-1)
+        groups = _groups(top.indices, self.experts)
+        h = _GroupedLinear.apply(_Gather.apply(x, groups), self.w1, groups, self.deep_gemm)
+        gate, up = h.chunk(2, dim=-1)
+        y = _GroupedLinear.apply(silu(gate) * up, self.w2, groups, self.deep_gemm)
+        y_of_token = y.index_select(0, groups.row_of_pair).view(x.shape[0], self.k, x.shape[1])
+        return (y_of_token * scores.to(x.dtype).unsqueeze(-1)).sum(dim=1)
+
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        grad_w1, grad_w2, grad_router = gradients
+        return {
+            "grad_gate": grad_w1[:, : self.n],
+            "grad_up": grad_w1[:, self.n :],
+            "grad_down": grad_w2,
+            "grad_router": grad_router,
+        }
+
+
+class DeepGemm(Implementation):
+    """The paper's DeepGEMM-pt: grouped GEMMs by DeepGEMM, router, sort, gather, SwiGLU and aggregation by PyTorch."""
+
+    name = "deepgemm"
+    label = "DeepGEMM-pt"
+    upstream = "https://github.com/sgl-project/DeepGEMM"
+    licence = "Apache-2.0 (fork of deepseek-ai/DeepGEMM, MIT)"
+    requires = {
+        "deep_gemm": "pip install --no-deps -r requirements/deepgemm.txt (needs nvcc of CUDA 12.9 or newer and torch)"
+    }
+    distributions = ("sgl-deep-gemm", "apache-tvm-ffi")
+    no_graph_reason = (
+        "DeepGEMM's grouped GEMM over varying K needs every expert's row count on the host, so each forward "
+        "synchronises with it"
+    )
+
+    def __init__(self) -> None:
+        self._sizes: tuple[int, int] | None = None
+
+    def restriction(self, point: Point) -> str | None:
+        if point.shape.d % 64 or point.shape.n % 64:
+            return (
+                f"{self.label} needs d and n to be multiples of 64 (the K step of its grouped GEMM), "
+                f"not d={point.shape.d}, n={point.shape.n}"
+            )
+        return None
+
+    def build(self, problem: Problem) -> Layer:
+        import deep_gemm
+
+        alignment = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
+        if alignment != ALIGNMENT:
+            raise RuntimeError(f"this DeepGEMM aligns groups to {alignment} rows, the plugin pads to {ALIGNMENT}")
+        self._sizes = (problem.shape.d, problem.shape.n)
+        layer = DeepGemmLayer(problem, deep_gemm)
+        # Its kernels are compiled when first called, seconds each, keyed by shape and by the tile that the number of
+        # rows favours; the real data choose the tiles that will be timed.
+        x = problem.x.detach().requires_grad_()
+        torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+        if problem.x.is_cuda:
+            torch.cuda.synchronize(problem.x.device)
+        return layer
+
+    def kernel_role(self, name: str) -> str | None:
+        if "sm90_bf16_gemm_impl" in name:
+            return self._gemm_role(name)
+        lowered = name.lower()
+        if "silu" in lowered:
+            return "activation"
+        if any(part in lowered for part in ("softmax", "topk", "radixsort", "sort_by_key", "bitonicsort")):
+            return "router"
+        return None
+
+    def _gemm_role(self, name: str) -> str | None:
+        """Which of the six GEMMs, by the kernel's compile-time M, N, K (0: not fixed) and the built sizes."""
+        arguments = name.split("sm90_bf16_gemm_impl", 1)[1]
+        # Demangled "…Major)0, (…Major)0, 0u, 512u, 1536u, …", or mangled "…E0ELS…_0ELj0ELj512ELj1536E…".
+        found = re.search(r"(?:, |Lj)(\d+)(?:u?, |ELj)(\d+)(?:u?, |ELj)(\d+)", arguments)
+        if self._sizes is None or found is None:
+            return None
+        d, n = self._sizes
+        m_size, n_size, k_size = (int(size) for size in found.groups())
+        if m_size:
+            return {(2 * n, d): "dW1", (d, n): "dW2"}.get((m_size, n_size))
+        return {(2 * n, d): "up", (d, n): "down", (n, d): "dH", (d, 2 * n): "dX"}.get((n_size, k_size))

@@ -1,0 +1,130 @@
+"""SonicMoE as its authors publish it: grouped GEMMs in CuTe DSL (quack), routing and aggregation in Triton."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.interface import Implementation, Layer, Point, Problem
+
+#: Part of a kernel's name (lower case) -> role; the first match wins. Down, dX, dW1 and dW2 are one kernel class,
+#: whose names differ by tile only; the aggregation kernel also sums dX; torch's small kernels permute S and dS.
+ROLES = {"gemmgated": "up", "gemmdgated": "dH", "gemmdefault": "gemm", "token_gather_sum": "aggregation"}
+ROLES |= {"cudafunctor_add": "dX"}
+ROLES |= dict.fromkeys(("topk", "partial_sum", "bitmatrix", "at::native", "nvjet", "gemm", "cublas"), "router")
+#: Router convention -> (softmax over the chosen logits only, divide the chosen probabilities by their sum).
+CONVENTIONS = {
+    "topk_softmax": (True, False),
+    "softmax_topk": (False, False),
+    "softmax_topk_renormalised": (False, True),
+}
+
+
+def committed_tuning(gpu: str) -> tuple[Path, dict[str, Any]]:
+    """The committed tile choices for a GPU: where they lie below the repository's root, and what they say."""
+    root = Path(__file__).resolve().parent.parent
+    path = root / "results" / gpu.lower().replace(" ", "_") / "tuning" / "sonicmoe_official.json"
+    return path.relative_to(root), json.loads(path.read_text()) if path.is_file() else {}
+
+
+class SonicMoEOfficialLayer(Layer):
+    """The functional layer in training mode. Weights: rows g0, u0, g1, u1, ... (E, 2n, d); down (E, d, n)."""
+
+    def __init__(self, problem: Problem) -> None:
+        from sonicmoe import moe_TC_softmax_topk_layer
+        from sonicmoe.functional import TC_Softmax_Topk_Router_Function
+
+        self.layer, self.choose = moe_TC_softmax_topk_layer, TC_Softmax_Topk_Router_Function.apply
+        self.k, self.flags = problem.shape.K, CONVENTIONS[problem.point.layer.router_convention]
+        self.gate_up = torch.stack((problem.gate, problem.up), dim=2).flatten(1, 2).requires_grad_()
+        self.down, self.router = problem.down.detach().requires_grad_(), problem.router.detach().requires_grad_()
+        self.stream = torch.cuda.current_stream().cuda_stream
+
+    def parameters(self) -> Sequence[Tensor]:
+        return [self.gate_up, self.down, self.router]
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.gate_up.permute(1, 2, 0), self.down.permute(1, 2, 0)
+        # False: training, so the pre-activation H is stored for the backward.
+        out: Tensor = self.layer(
+            x, self.router, up, None, down, None, self.k, self.stream, "swiglu", False, *self.flags
+        )[0]
+        return out
+
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        up, down, router = gradients
+        return {"grad_gate": up[:, 0::2], "grad_up": up[:, 1::2], "grad_down": down, "grad_router": router}
+
+    def expert_indices(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            indices: Tensor = self.choose(F.linear(x, self.router), self.router.shape[0], self.k, *self.flags)[1]
+        return indices.long()
+
+
+class SonicMoEOfficial(Implementation):
+    name = "sonicmoe_official"
+    label = "SonicMoE (official)"
+    upstream = "https://github.com/Dao-AILab/sonic-moe"
+    licence = "Apache-2.0"
+    requires = dict.fromkeys(
+        ("sonicmoe", "quack", "cutlass", "tvm_ffi"),
+        "pip install --no-deps -r requirements/sonicmoe_official.txt (Python >= 3.12)",
+    )
+    distributions = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
+    conventions = tuple(CONVENTIONS)
+
+    def restriction(self, point: Point) -> str | None:
+        shape = point.shape
+        if shape.T == 0:
+            return "SonicMoE (official) launches an empty grid without tokens: T must be at least 1"
+        if shape.d % 8 or shape.n % 8:
+            return f"SonicMoE (official) needs rows of whole 16 bytes: d={shape.d} and n={shape.n} must divide by 8"
+        if shape.K > 1024 or shape.E > 32768:
+            return f"SonicMoE (official) routes to at most K=1024 of E=32768 experts, not K={shape.K} of E={shape.E}"
+        if (elements := shape.routed_rows * shape.d) > 2**32:
+            return f"SonicMoE (official) aggregates with 32-bit offsets, but T*K*d={elements} is more than 2^32"
+        return None
+
+    def build(self, problem: Problem) -> Layer:
+        shape = problem.shape
+        path, tuning = committed_tuning(torch.cuda.get_device_name())
+        # quack reads this folder's name while it is imported, and each entry when its shapes first occur.
+        cache = Path(os.environ.setdefault("QUACK_CACHE_DIR", str(Path.home() / ".cache" / "moebench" / "quack")))
+        winners = [winner for winner in tuning.get("winners", ()) if winner["shape"] == str(shape)]
+        for winner in winners:
+            entry = cache / winner["file"]
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            fresh = entry.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps(winner))
+            fresh.replace(entry)
+        before = set(cache.glob("*/*.autotune.json"))
+
+        layer = SonicMoEOfficialLayer(problem)
+        import triton
+        from sonicmoe.functional.reduction_over_k_gather import token_gather_sum_kernel as aggregation
+
+        for choice in tuning.get("aggregation", ()):
+            aggregation.cache[tuple(choice["key"])] = triton.Config(**choice["config"])
+        aggregation.cache_results = True  # another width or K is then timed once on a machine, not in every process
+        x = problem.x.detach().clone().requires_grad_()
+        torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+
+        tuned = len(set(cache.glob("*/*.autotune.json")) - before)
+        source = path if winners else "the machine's quack cache"
+        layer.notes = [
+            "functional layer in training mode, without the load-balancing loss of upstream's module",
+            f"tiles of the six GEMMs: {tuned} tuned while building, the others from {source}",
+        ]
+        if shape.E % 8 or shape.E > 4096 or shape.K > 16:
+            layer.notes.append("top-K by torch: upstream's own kernel takes E % 8 = 0, E <= 4096 and K <= 16")
+        return layer
+
+    def kernel_role(self, name: str) -> str | None:
+        return next((role for part, role in ROLES.items() if part in name.lower()), None)

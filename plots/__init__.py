@@ -1,0 +1,47 @@
+"""Figures: rows in, PNG and SVG out. `FIGURES` names them, `draw` makes all of them for each GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from plots import figure13_memory, figure14_throughput, granularity, headline
+from plots import rows as _rows
+
+Figure = Callable[[pd.DataFrame | Iterable[Mapping[str, Any]], Path], list[Path]]
+
+#: Name -> function(rows of one GPU, output folder) -> files written.
+FIGURES: dict[str, Figure] = {
+    figure13_memory.NAME: figure13_memory.draw,
+    figure14_throughput.NAME: figure14_throughput.draw,
+    headline.NAME: headline.draw,
+    granularity.NAME: granularity.draw,
+}
+#: Folder of the figures where no row was measured on a GPU.
+NO_GPU = "no_gpu"
+
+
+def draw(
+    results: Path = _rows.RESULTS, output: Path | None = None, names: Iterable[str] | None = None
+) -> tuple[list[Path], list[str]]:
+    """Draw figures for every GPU in a results folder into ``output/<gpu>/``, or ``output/no_gpu/`` without any.
+
+    Args:
+        results: folder that holds ``<gpu>/*.jsonl``; may be missing or empty.
+        output: where to write; ``results/figures`` by default.
+        names: which of `FIGURES`; all by default. KeyError for an unknown one.
+
+    Returns:
+        The files written, and one sentence for each stored line that could not be read.
+    """
+    table, problems = _rows.load(results)
+    output = Path(output) if output is not None else Path(results) / "figures"
+    chosen = [(name, FIGURES[name]) for name in (names if names is not None else FIGURES)]
+    found = _rows.gpus(table)
+    parts = [(_rows.slug(gpu), _rows.of_gpu(table, gpu)) for gpu in found]
+    if not parts:
+        parts = [(NO_GPU, table[table["measured_on"] == "fake"])]
+    return [path for folder, part in parts for _, function in chosen for path in function(part, output / folder)], problems

@@ -1,0 +1,320 @@
+"""Measured rows and the paper's values as pandas tables; what a figure shows of them.
+
+A table of rows has one line for each JSON Lines row, its nested fields flattened (see `COLUMNS`).
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+PAPER = RESULTS / "paper"
+GIB = 2**30
+
+#: The paper's four model sizes: (T, d) and the (n, E, K) of each, finest experts first.
+MODELS: dict[str, tuple[tuple[int, int], tuple[tuple[int, int, int], ...]]] = {
+    "1.4B": ((40960, 768), ((256, 128, 8), (512, 64, 4), (1024, 32, 2))),
+    "7B": ((24576, 1536), ((256, 128, 8), (512, 64, 4), (1024, 32, 2))),
+    "30B": ((32768, 4096), ((256, 256, 16), (512, 128, 8), (1024, 64, 4))),
+    "120B": ((32768, 4096), ((512, 256, 16), (1024, 128, 8), (2048, 64, 4))),
+}
+#: The shape of the paper's two headline numbers: 7B with its finest experts.
+HEADLINE_SHAPE = "24576,1536,256,128,8"
+
+#: The paper's names of implementations -> the names of the plugins here.
+PAPER_NAMES = {
+    "SonicMoE": "sonicmoe_official",
+    "ScatterMoE": "scattermoe",
+    "MegaBlocks": "megablocks",
+    "MoMoE": "momoe",
+    "Megatron": "megatron",
+    "DeepGEMM-pt": "deepgemm_pt",
+    "DeepGEMM++": "deepgemm_pp",
+}
+#: Other spellings of a plugin's name under which rows may have been stored.
+ALIASES = {
+    "sonicmoe": "sonicmoe_official",
+    "sonic_moe": "sonicmoe_official",
+    "deepgemm": "deepgemm_pt",
+    "deepgemm_plus_plus": "deepgemm_pp",
+    "deepgemm_plusplus": "deepgemm_pp",
+    "deepgemmpp": "deepgemm_pp",
+    "megatron_core": "megatron",
+}
+
+#: Columns of a table of rows. Units: ``tflops*`` in TFLOPS, ``device_ms*`` and ``latency_ms`` in ms, ``memory_*`` in
+#: bytes; ``*_low`` and ``*_high`` are the 95 % interval; absent numbers are NaN, absent texts "".
+COLUMNS = (
+    "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
+    "reason", "T", "d", "n", "E", "K", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode",
+    "measured_on", "gpu", "tflops", "tflops_low", "tflops_high", "tflops_host", "tflops_hardware", "device_ms",
+    "device_ms_low", "device_ms_high", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
+    "memory_layer", "numerator", "denominator", "time_kind", "value", "value_low", "value_high",
+)  # fmt: skip
+#: One point of one sweep on one GPU; of several rows with the same key the latest counts.
+KEY = (
+    "record", "sweep", "operation", "variant", "pass", "implementation", "numerator", "denominator", "time_kind",
+    "shape", "dtype", "method", "m_tile", "distribution", "convention", "gpu", "measured_on",
+)  # fmt: skip
+_TEXT = {
+    "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
+    "reason", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "measured_on", "gpu", "basis",
+    "numerator", "denominator", "time_kind",
+}  # fmt: skip
+NUMBERS_ALLOWED = ("ok", "unstable")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value) if math.isfinite(value) else math.nan
+
+
+def _interval(value: Any) -> tuple[float, float]:
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+        return _number(value[0]), _number(value[1])
+    return math.nan, math.nan
+
+
+def _part(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = row.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    shape, routing, layer = _part(row, "shape"), _part(row, "routing"), _part(row, "layer")
+    device, latency, tflops = _part(row, "device_ms"), _part(row, "latency_ms"), _part(row, "tflops")
+    memory, environment = _part(row, "memory_bytes"), _part(row, "environment")
+    sizes = {name: int(shape.get(name) or 0) for name in ("T", "d", "n", "E", "K")}
+    rate, median = _number(tflops.get("device")), _number(device.get("median"))
+    low, high = _interval(device.get("ci95"))
+    value_low, value_high = _interval(row.get("ci95"))
+    static, held, layer_bytes = (_number(memory.get(name)) for name in ("static", "held", "layer"))
+    if math.isnan(static) and row.get("measured_on") == "fake":
+        # A trace may give only what the forward allocates; weights, router and input follow from the shape.
+        static = 2.0 * (3 * sizes["E"] * sizes["d"] * sizes["n"] + (sizes["E"] + sizes["T"]) * sizes["d"])
+    if math.isnan(layer_bytes):
+        layer_bytes = static + held
+
+    def text(source: Mapping[str, Any], name: str) -> str:
+        value = source.get(name)
+        return "" if value is None else str(value)
+
+    def plugin(name: str) -> str:
+        return ALIASES.get(text(row, name), text(row, name))
+
+    return {
+        **{name: text(row, name) for name in ("timestamp", "sweep", "operation", "variant", "pass", "label", "reason")},
+        **{name: text(row, name) for name in ("dtype", "measured_on", "time_kind")},
+        **{name: plugin(name) for name in ("implementation", "numerator", "denominator")},
+        **sizes,
+        "folder": folder,
+        "record": text(row, "record") or "measurement",
+        "status": text(row, "status") or "ok",
+        "shape": ",".join(str(size) for size in sizes.values()),
+        **{name: text(routing, name) for name in ("method", "distribution", "m_tile")},
+        "convention": text(layer, "router_convention"),
+        "mode": text(latency, "mode"),
+        "gpu": text(environment, "gpu"),
+        "tflops": rate,
+        # The rate's interval is the time's, turned over.
+        "tflops_low": rate * median / high,
+        "tflops_high": rate * median / low,
+        "tflops_host": _number(tflops.get("host")),
+        "tflops_hardware": _number(tflops.get("hardware")),
+        "device_ms": median,
+        "device_ms_low": low,
+        "device_ms_high": high,
+        "basis": text(device, "basis"),
+        "latency_ms": _number(latency.get("median")),
+        "memory_static": static,
+        "memory_held": held,
+        "memory_peak": _number(memory.get("peak")),
+        "memory_layer": layer_bytes,
+        "value": _number(row.get("value")),
+        "value_low": value_low,
+        "value_high": value_high,
+    }
+
+
+def frame(rows: pd.DataFrame | Iterable[Mapping[str, Any]], folder: str = "") -> pd.DataFrame:
+    """A table with `COLUMNS` from rows as stored; a table is returned as it is.
+
+    Args:
+        rows: decoded JSON Lines rows, or a table that this function made.
+        folder: name of the folder below ``results/`` from which they come.
+    """
+    if isinstance(rows, pd.DataFrame):
+        return rows
+    flat = [_flatten(row, folder) for row in rows]
+    return pd.DataFrame({
+        name: pd.Series([row[name] for row in flat], dtype="object" if name in _TEXT else "float64")
+        for name in COLUMNS
+    })  # fmt: skip
+
+
+def _read_file(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
+    try:
+        store = importlib.import_module("harness.store")
+    except ImportError:
+        store = None
+    if store is not None and hasattr(store, "read"):
+        found, problems = store.read(path)
+        return list(found), [str(problem) for problem in problems]
+    found, problems = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            problems.append(f"{path}:{number}: {error}")
+            continue
+        if isinstance(row, dict):
+            found.append(row)
+        else:
+            problems.append(f"{path}:{number}: not a JSON object")
+    return found, problems
+
+
+def load(results: Path = RESULTS) -> tuple[pd.DataFrame, list[str]]:
+    """Rows of every ``results/<folder>/*.jsonl`` and one sentence for each line that could not be read.
+
+    A folder that does not exist or holds nothing gives an empty table.
+    """
+    tables, problems = [], []
+    for path in sorted(Path(results).glob("*/*.jsonl")):
+        found, complaints = _read_file(path)
+        problems += complaints
+        if found:
+            tables.append(frame(found, folder=path.parent.name))
+    return (pd.concat(tables, ignore_index=True) if tables else frame([])), problems
+
+
+def latest(rows: pd.DataFrame) -> pd.DataFrame:
+    """The latest row of each `KEY`; of equal timestamps the one that stands later in the file."""
+    return rows.sort_values("timestamp", kind="stable").drop_duplicates(list(KEY), keep="last").sort_index()
+
+
+def slug(gpu: str) -> str:
+    """A GPU's name as a folder name: ``NVIDIA H200`` -> ``nvidia_h200``."""
+    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
+
+
+def gpus(rows: pd.DataFrame) -> list[str]:
+    """Names of the GPUs on which rows were measured (attempts that failed included), sorted."""
+    return sorted(set(rows.loc[rows["measured_on"] == "cuda", "gpu"]) - {""})
+
+
+def of_gpu(rows: pd.DataFrame, gpu: str) -> pd.DataFrame:
+    """One GPU's rows, with the fake-tensor rows, which belong to no GPU."""
+    return rows[((rows["measured_on"] == "cuda") & (rows["gpu"] == gpu)) | (rows["measured_on"] == "fake")]
+
+
+def one_gpu(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """What a figure may draw from: the latest rows, all of one GPU. Raises ValueError where they are of several."""
+    table = latest(frame(rows))
+    names = gpus(table)
+    if len(names) > 1:
+        raise ValueError(f"rows of several GPUs ({', '.join(names)}): draw each with rows.of_gpu(rows, gpu)")
+    return table
+
+
+def layers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Measurements of `moe_layer` as the paper made them: bfloat16, top-K, softmax over the K chosen logits, uniform
+    routing; on a GPU or under fake tensors. Rows of the sweep ``paper_layers`` come last, so that they win."""
+    chosen = rows[
+        (rows["record"] == "measurement")
+        & (rows["operation"] == "moe_layer")
+        & rows["measured_on"].isin(["cuda", "fake"])
+        & rows["dtype"].isin(["bfloat16", ""])
+        & rows["method"].isin(["top_k", ""])
+        & rows["distribution"].isin(["uniform", ""])
+        & rows["convention"].isin(["topk_softmax", ""])
+        & (rows["mode"] != "sustained")
+    ]
+    order = chosen.assign(_paper=chosen["sweep"] == "paper_layers").sort_values(["_paper", "timestamp"], kind="stable")
+    return order.drop(columns="_paper")
+
+
+def best_row(rows: pd.DataFrame, value: str) -> pd.Series | None:
+    """Of one point's rows the one to draw: the last with a number in the column ``value``, else the last failure,
+    else None. Rows that succeeded without that number (another pass, say) count as absent."""
+    numbers = rows[rows["status"].isin(NUMBERS_ALLOWED) & rows[value].notna()]
+    failures = rows[~rows["status"].isin(NUMBERS_ALLOWED)]
+    if len(numbers):
+        return numbers.iloc[-1]
+    return failures.iloc[-1] if len(failures) else None
+
+
+def bound(rows: pd.DataFrame, variant: str, direction: str, shape: str) -> float:
+    """TFLOPS of the dense cuBLAS bound (variant ``gemm`` or ``gemm_glue``) for a pass and shape; NaN if unmeasured."""
+    found = rows[
+        (rows["record"] == "measurement")
+        & (rows["operation"] == "dense_bound")
+        & (rows["variant"] == variant)
+        & (rows["pass"] == direction)
+        & (rows["shape"] == shape)
+        & (rows["measured_on"] == "cuda")
+        & rows["status"].isin(NUMBERS_ALLOWED)
+        & rows["tflops"].notna()
+    ]
+    return float(found.sort_values("timestamp", kind="stable")["tflops"].iloc[-1]) if len(found) else math.nan
+
+
+def paper_shapes() -> list[tuple[str, str]]:
+    """(model, shape) of the paper's twelve layers, in its order."""
+    return [
+        (model, f"{T},{d},{n},{E},{K}")
+        for model, ((T, d), experts) in MODELS.items()
+        for n, E, K in experts
+    ]  # fmt: skip
+
+
+def _paper(name: str, value: str) -> pd.DataFrame:
+    with (PAPER / name).open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    return pd.DataFrame({
+        "model": [line["model"] for line in lines],
+        "shape": [",".join(line[size] for size in ("T", "d", "n", "E", "K")) for line in lines],
+        "pass": [line.get("pass") or "" for line in lines],
+        "paper_name": [line["implementation"] for line in lines],
+        "implementation": [PAPER_NAMES[line["implementation"]] for line in lines],
+        "value": pd.Series([float(line[value]) if line[value] else math.nan for line in lines], dtype="float64"),
+        "note": [line["note"] or "" for line in lines],
+    })  # fmt: skip
+
+
+def paper_memory() -> pd.DataFrame:
+    """The paper's Figure 13: memory for each layer in GiB in the column ``value`` (NaN: not supported there)."""
+    return _paper("figure13_activation_memory.csv", "gib")
+
+
+def paper_tflops() -> pd.DataFrame:
+    """The paper's Figure 14: TFLOPS in the column ``value``, by ``pass`` (NaN: not supported there)."""
+    return _paper("figure14_tflops.csv", "tflops")
+
+
+def paper_value(table: pd.DataFrame, implementation: str, shape: str, direction: str = "") -> float:
+    """One value of `paper_memory` or `paper_tflops`; NaN where the paper has none."""
+    found = table[
+        (table["implementation"] == implementation) & (table["shape"] == shape) & (table["pass"] == direction)
+    ]
+    return float(found["value"].iloc[0]) if len(found) else math.nan
+
+
+def claims() -> dict[str, dict[str, Any]]:
+    """The paper's claims by their id."""
+    with (PAPER / "claims.toml").open("rb") as file:
+        return {claim["id"]: claim for claim in tomllib.load(file)["claim"]}
