@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,6 +37,14 @@ ShapeOption = Annotated[
 ]
 
 
+def _table(title: str, *columns: str) -> Table:
+    """A table whose first column, the name, is never cut."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0, overflow="fold")
+    return table
+
+
 @app.command("list")
 def list_() -> None:
     """List implementations, operations and sweeps."""
@@ -44,20 +53,17 @@ def list_() -> None:
     from harness.sweep import load_sweep, sweep_names
 
     registry = load_registry()
-    table = Table(title="Implementations", title_justify="left")
-    for column in ("name", "label", "operations", "devices", "dtypes", "installed"):
-        table.add_column(column)
+    table = _table("Implementations", "name", "label", "operation", "devices", "dtypes", "installed")
     for plugin in registry.all():
         installed = "no" if installed_reason(plugin) else "yes"
-        cells = (plugin.operations, plugin.devices, plugin.dtypes)
-        table.add_row(plugin.name, plugin.label, *(", ".join(c) for c in cells), installed)
+        dtypes = " ".join({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[d] for d in plugin.dtypes)
+        cells = (" ".join(plugin.operations), " ".join(plugin.devices), dtypes)
+        table.add_row(plugin.name, plugin.label, *cells, installed)
     out.print(table)
     for broken in registry.broken:
         out.print(f"broken: {escape(broken.name)}: {escape(broken.reason)}")
     out.print(f"Operations: {', '.join(OPERATIONS)}")
-    table = Table(title="Sweeps", title_justify="left")
-    for column in ("name", "points", "ratios", "fake", "what"):
-        table.add_column(column)
+    table = _table("Sweeps", "name", "points", "ratios", "fake", "what")
     for name in sweep_names():
         sweep = load_sweep(name, registry)
         counts = (len(sweep.points), len(sweep.ratios), len(sweep.fakes))
@@ -77,9 +83,7 @@ def doctor() -> None:
     gpu = monitor.name or f"none ({monitor.reason})"
     out.print(f"Python {machine['python']}, torch {machine['torch']}, triton {machine['triton'] or 'missing'}")
     out.print(f"GPU: {escape(gpu)}", highlight=False)
-    table = Table()
-    for column in ("implementation", "state", "what to do"):
-        table.add_column(column, overflow="fold")
+    table = _table("", "implementation", "state", "what to do")
     for plugin in registry.all():
         reason = installed_reason(plugin)
         if reason:

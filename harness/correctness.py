@@ -51,6 +51,35 @@ class Evaluated:
     gradients: dict[str, Tensor]
 
 
+class Snapshot:
+    """What a problem's tensors were, to tell whether a layer changed them: copies of the input and of the incoming
+    gradient, and sums over the bits of the weights, which a layer may share."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._copies = {name: getattr(problem, name).clone() for name in ("x", "grad_output")}
+        self._sums = self._bit_sums(problem)
+
+    @staticmethod
+    def _bit_sums(problem: Problem) -> dict[str, Tensor]:
+        weights = {name: getattr(problem, name) for name in ("gate", "up", "down", "router")}
+        return {
+            name: w.view(torch.int16 if w.dtype.itemsize == 2 else torch.int32).sum(dtype=torch.int64)
+            for name, w in weights.items()
+        }
+
+    def change(self, problem: Problem) -> str | None:
+        """A sentence that names what has changed since; None where nothing has."""
+        changed = [
+            "its input" if name == "x" else "the incoming gradient"
+            for name, copy in self._copies.items()
+            # Bits, since NaN is unequal to itself.
+            if not torch.equal(copy.view(torch.uint8), getattr(problem, name).view(torch.uint8))
+        ]
+        sums = self._bit_sums(problem)
+        changed += [f"the problem's {name} weights" for name in sums if bool(sums[name] != self._sums[name])]
+        return f"the layer changed {', '.join(changed)}" if changed else None
+
+
 def forward_backward(layer: Layer, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Output and the gradients of x and every parameter (None where autograd finds no path)."""
     x = x.detach().requires_grad_()

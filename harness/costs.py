@@ -85,6 +85,27 @@ def held_bytes_sonicmoe(shape: MoEShape, b: int = 2) -> int:
     return b * shape.T * shape.d + 2 * b * R * shape.n + 16 * R + 4 * (shape.E + 1)
 
 
+def held_bytes_grouped_mm(shape: MoEShape, b: int = 2) -> int:
+    """Bytes that `torch_grouped_mm` holds between forward and backward (router convention ``topk_softmax``).
+
+    O (b·T·d); gathered X, H, A and Y (b·R·(2d + 3n)); for each routed row its score (fp32), expert (int64), token and
+    place (int32 each): 20·R; the logits (T·E, fp32), which autograd's gather keeps; the experts' offsets (int32).
+    """
+    R, T, d, n = shape.routed_rows, shape.T, shape.d, shape.n
+    return b * T * d + b * R * (2 * d + 3 * n) + 20 * R + 4 * T * shape.E + 4 * (shape.E + 1)
+
+
+def held_bytes_loop(shape: MoEShape, b: int = 2) -> int:
+    """Bytes that `torch_loop` holds between forward and backward (router convention ``topk_softmax``).
+
+    O (b·T·d); of every routed row its x and Y (2b·d), gate, silu(gate), up and their product (4b·n) and the weighted Y
+    in fp32 (4·d), which autograd keeps for its shape alone; score and weight (fp32 each), expert (int64), token and
+    slot (int32 each): 24·R; the logits (T·E, fp32).
+    """
+    R, T, d, n = shape.routed_rows, shape.T, shape.d, shape.n
+    return b * T * d + b * R * (2 * d + 4 * n) + 4 * R * d + 24 * R + 4 * T * shape.E
+
+
 def layer_bytes_sonicmoe(shape: MoEShape, b: int = 2) -> int:
     """Weights, input and held bytes: the paper's Figure 13."""
     return weight_bytes(shape, b) + b * shape.T * shape.d + held_bytes_sonicmoe(shape, b)

@@ -50,16 +50,33 @@ class Context:
     """What outlives one job in a worker: the eviction buffer, the monitor, the settings.
 
     Attributes:
-        phase: told the name of each phase as it begins, so that the parent can say where a worker died.
+        announce: told the name of each phase as it begins, so that the parent can say where a worker died.
         poisoned: set once a graph capture has failed; the parent then starts a fresh process.
     """
 
-    phase: Callable[[str], None]
+    announce: Callable[[str], None]
     settings: TimingSettings = field(default_factory=TimingSettings)
     evict: L2Eviction | None = None
     monitor: GpuMonitor | None = None
     poisoned: bool = False
     overhead: dict[str, float] = field(default_factory=dict)
+    #: Seconds of every phase of the current job, the harness's own and the others.
+    phases: dict[str, float] = field(default_factory=dict)
+    _current: tuple[str, float] | None = None
+
+    def phase(self, name: str) -> None:
+        """Begin a phase; an empty name ends the last one."""
+        now = time.perf_counter()
+        if self._current is not None:
+            last, since = self._current
+            self.phases[last] = self.phases.get(last, 0.0) + now - since
+        self._current = (name, now) if name else None
+        if name:
+            self.announce(name)
+
+    def begin_job(self) -> None:
+        """Forget the last job's accounts."""
+        self.overhead, self.phases, self._current = {}, {}, None
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -86,10 +103,13 @@ class Context:
 
 
 def release() -> None:
-    """Give memory back between points."""
+    """Free what the last point left behind; cached blocks go back to the device only where they fill much of it, since
+    allocating them again takes long."""
     gc.collect()
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        if free < total // 2:
+            torch.cuda.empty_cache()
 
 
 @dataclass
@@ -167,7 +187,6 @@ def measure_point(
     """
     on_cuda = point.device == "cuda"
     packages = tuple(implementation.distributions)
-    context.overhead = {}
     if on_cuda:
         context.start_cuda()
     measured_on = "cuda" if on_cuda else "cpu"
@@ -199,7 +218,6 @@ def measure_point(
             problem = built.problems[0]
             if on_cuda:
                 forward_backward(built.layer, problem.x, problem.grad_output)
-                release()
                 common["memory_bytes"] = cuda_memory(built.layer, problem, built.static)
             else:
                 common["memory_bytes"] = tracked_memory(built.layer, problem.x, problem.grad_output)
@@ -222,15 +240,16 @@ def measure_point(
             heat(host_calls, settings.heat_s)
         host = sample_until(host_calls, settings, context.monitor)
         context.phase("profile")
-        windowed = WindowedCalls("p", built.layer, built.problems, context.evict)
+        order: list[str] = []
+        windowed = WindowedCalls("p", built.layer, built.problems, context.evict, order)
 
         def profiled() -> None:
-            for index in range(-2, max(settings.min_samples, 8)):
+            # The first call under the profiler carries its own start-up.
+            for index in range(-1, 8):
                 windowed(index)
 
-        found = kernels_in_windows(profile(profiled))
-        # The first calls under the profiler carry its own start-up.
-        found = {window: kernels for window, kernels in found.items() if not window.rsplit(":", 1)[1].startswith("-")}
+        found = kernels_in_windows(profile(profiled), order)
+        found = {window: kernels for window, kernels in found.items() if not window.endswith(":-1")}
         busy = busy_samples(found, "p")
         compiled_while_timing = compilations.since_start()
         context.phase("graph")
@@ -339,8 +358,8 @@ def _instability(compiled: int, sampled: Sequence[Samples]) -> str:
         if abs(drift) > CLOCK_BAND:
             problems.append(f"the SM clock drifted by {drift:+.0%} between the halves of the run")
             break
-        if samples.dropped > len(samples.forward):
-            problems.append(f"most samples were dropped ({samples.dropped_reason})")
+        if samples.slowed or samples.dropped > len(samples.forward):
+            problems.append(f"the card was slowed during most samples ({samples.dropped_reason or 'slowdown'})")
             break
     return "; ".join(problems)
 
@@ -355,7 +374,6 @@ def measure_ratio(
     allow_graph: bool = True,
 ) -> Iterator[Row]:
     """Ratio rows numerator / denominator of device time, the two alternating call by call on the same data."""
-    context.overhead = {}
     context.start_cuda()
     packages = tuple(dict.fromkeys([*numerator.distributions, *denominator.distributions]))
     machine = environment("cuda", packages)
@@ -400,11 +418,15 @@ def measure_ratio(
         basis = "graph"
     else:
         context.phase("profile")
-        windowed = [WindowedCalls(tag, b.layer, b.problems, context.evict) for tag, b in zip("nd", builts, strict=True)]
+        order: list[str] = []
+        windowed = [
+            WindowedCalls(tag, b.layer, b.problems, context.evict, order) for tag, b in zip("nd", builts, strict=True)
+        ]
         count = max(context.settings.min_samples, 12)
         for index in range(2):
             windowed[0](index)
             windowed[1](index)
+        order.clear()
         compilations = CompilationCounter()
 
         def alternating() -> None:
@@ -412,7 +434,7 @@ def measure_ratio(
                 windowed[first](index)
                 windowed[1 - first](index)
 
-        found = kernels_in_windows(profile(alternating))
+        found = kernels_in_windows(profile(alternating), order)
         # The first pair carries the profiler's own start-up.
         pairs = list(zip(busy_samples(found, "n"), busy_samples(found, "d"), strict=True))[1:]
         basis = "busy"

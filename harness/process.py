@@ -113,7 +113,9 @@ class WorkerProcess:
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._job_start, size - 16384)
         text = os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
-        return "\n".join(text.strip().splitlines()[-lines:])[-limit:]
+        # Of a fault handler's report the list of extension modules would push out all that matters.
+        told = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules:")]
+        return "\n".join(told[-lines:])[-limit:]
 
     def close(self, patience_s: float = 5.0) -> None:
         """End the worker: politely where ``patience_s`` allows, then with its whole process group."""

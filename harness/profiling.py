@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from harness.interface import Layer, Problem
 from harness.timing import L2Eviction, Sample, _backward, _leaves
 
-_WINDOW = "moebench:"
+#: Clock cycles that a marker spins: long enough to be a kernel, short enough not to matter.
+_MARKER_CYCLES = 1000
+#: The kernel behind `torch.cuda._sleep`, which no layer launches.
+_MARKER = "spin_kernel"
 
 
 @dataclass(frozen=True)
@@ -35,40 +39,45 @@ def union_ns(intervals: Sequence[KernelInterval]) -> int:
     return total
 
 
-def kernels_in_windows(events: Sequence[Any]) -> dict[str, list[KernelInterval]]:
-    """The kernels that ran in each window (a ``record_function`` range around call and synchronisation).
+def kernels_in_windows(events: Sequence[Any], order: Sequence[str]) -> dict[str, list[KernelInterval]]:
+    """The kernels that ran in each window.
 
-    Every window synchronises before it ends and the windows do not overlap, so time alone tells where a kernel
-    belongs; kernels outside every window (evictions) fall away.
+    A window is what the GPU does between two marker kernels. Markers are told from everything else by their name, and
+    one window from another by the order in which they were opened; kernels outside (evictions) fall away. So only the
+    GPU's own records are needed, and the profiler need not follow the host, which would slow it down.
+
+    Args:
+        order: the windows' names in the order in which `WindowedCalls` opened them.
+
+    Raises:
+        RuntimeError: the profiler lost markers, so windows cannot be told apart.
     """
-    windows: list[tuple[int, int, str]] = []
+    markers: list[KernelInterval] = []
     kernels: list[KernelInterval] = []
     for event in events:
-        name = event.name()
-        on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA
-        start, end = event.start_ns(), event.start_ns() + event.duration_ns()
-        if name.startswith(_WINDOW):
-            # The profiler mirrors each range onto the GPU's timeline; only the host's own range counts.
-            if not on_gpu:
-                windows.append((start, end, name[len(_WINDOW) :]))
-        elif on_gpu and not name.startswith(("ProfilerStep", "## Call CompiledFxGraph", "Torch-Compiled Region")):
-            kernels.append(KernelInterval(name, start, end))
-    windows.sort()
-    starts = [w[0] for w in windows]
-    found: dict[str, list[KernelInterval]] = {w[2]: [] for w in windows}
+        if event.device_type() != torch.autograd.DeviceType.CUDA:
+            continue
+        interval = KernelInterval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        (markers if _MARKER in interval.name else kernels).append(interval)
+    markers.sort(key=lambda m: m.start)
+    if len(markers) != 2 * len(order):
+        raise RuntimeError(f"the profiler recorded {len(markers)} of {2 * len(order)} window markers")
+    windows = [(markers[2 * i].end, markers[2 * i + 1].start) for i in range(len(order))]
+    starts = [window[0] for window in windows]
+    found: dict[str, list[KernelInterval]] = {name: [] for name in order}
     for kernel in kernels:
         place = bisect_right(starts, kernel.start) - 1
-        if place >= 0 and kernel.start <= windows[place][1]:
-            found[windows[place][2]].append(kernel)
+        if place >= 0 and kernel.start < windows[place][1]:
+            found[order[place]].append(kernel)
     return found
 
 
 def profile(run: Callable[[], None]) -> list[Any]:
-    """Raw events of ``run`` under the profiler."""
+    """Raw events of ``run`` under the profiler, the GPU's side only."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=False) as profiler:
+    with torch_profile(activities=[ProfilerActivity.CUDA], acc_events=False) as profiler:
         run()
         torch.cuda.synchronize()
     results: Any = profiler.profiler
@@ -76,28 +85,41 @@ def profile(run: Callable[[], None]) -> list[Any]:
 
 
 class WindowedCalls:
-    """Forward and backward of a layer, each in a window of its own, for use under `profile`."""
+    """Forward and backward of a layer, each in a window of its own, for use under `profile`.
 
-    def __init__(self, tag: str, layer: Layer, problems: Sequence[Problem], evict: L2Eviction) -> None:
+    Args:
+        tag: tells this layer's windows from another's; a window's name is ``tag:pass:index``.
+        order: receives the name of every window as it is opened (shared where two layers alternate).
+    """
+
+    def __init__(
+        self, tag: str, layer: Layer, problems: Sequence[Problem], evict: L2Eviction, order: list[str]
+    ) -> None:
         self.tag = tag
         self._layer = layer
         self._problems = problems
         self._evict = evict
+        self._order = order
+
+    @contextmanager
+    def _window(self, pass_: str, index: int) -> Iterator[None]:
+        self._evict()
+        torch.cuda.synchronize()
+        self._order.append(f"{self.tag}:{pass_}:{index}")
+        torch.cuda._sleep(_MARKER_CYCLES)
+        yield
+        # Kernels on other streams belong to the window too.
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_MARKER_CYCLES)
 
     def __call__(self, index: int) -> Sample:
         problem = self._problems[index % len(self._problems)]
         x = problem.x.detach().requires_grad_()
         leaves = _leaves(self._layer, x)
-        self._evict()
-        torch.cuda.synchronize()
-        with torch.profiler.record_function(f"{_WINDOW}{self.tag}:forward:{index}"):
+        with self._window("forward", index):
             output = self._layer.forward(x)
-            torch.cuda.synchronize()
-        self._evict()
-        torch.cuda.synchronize()
-        with torch.profiler.record_function(f"{_WINDOW}{self.tag}:backward:{index}"):
+        with self._window("backward", index):
             _backward(output, leaves, problem.grad_output)
-            torch.cuda.synchronize()
         return 0.0, 0.0
 
 

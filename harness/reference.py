@@ -29,11 +29,17 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
+#: The least share of its typical size, and of the un-centred terms' size, that the router gradient's error is measured
+#: against (see `cancellation_floor`).
+TYPICAL_SHARE, UNCENTRED_SHARE = 0.5, 0.01
+
+
 @dataclass
 class ErrorSums:
-    """Running sums for the relative L2 error ||value - reference|| / ||reference|| of one tensor, without host
-    synchronisation until `relative` is asked."""
+    """Running sums for the relative L2 error ||value - reference|| / max(||reference||, floor) of one tensor, without
+    host synchronisation until `relative` is asked."""
 
+    floor: Tensor | None = None
     difference: list[Tensor] = field(default_factory=list)
     reference: list[Tensor] = field(default_factory=list)
 
@@ -47,6 +53,8 @@ class ErrorSums:
             return 0.0
         difference = float(torch.stack(self.difference).double().square().sum().sqrt())
         reference = float(torch.stack(self.reference).double().square().sum().sqrt())
+        if self.floor is not None and reference < (floor := float(self.floor)):
+            reference = floor
         if reference == 0.0:
             return 0.0 if difference == 0.0 else float("inf")
         return difference / reference
@@ -58,6 +66,32 @@ class Comparison:
 
     errors: dict[str, float]
     nonzero_empty_experts: int
+
+
+def cancellation_floor(
+    x: Tensor, scores: Tensor, grad_scores: Tensor, products: Tensor, concentration: Tensor
+) -> Tensor:
+    """The least norm that the router gradient's error is measured against, a scalar.
+
+    dlogits = J·dS subtracts the scores' gradients from their mean, and dS = <dO, Y> is itself a sum over d. With many
+    tokens the result has the size that sums of such terms have; for a few tokens it may cancel by chance, and the
+    rounding of Y does not cancel with it: no bf16 layer has two correct digits there. So the norm of the gradient is
+    taken to be at least half of its *typical* size, which is its root mean square over random signs of the products
+    dO·Y (over many tokens the two agree within a few per cent, and the floor does nothing). A second, small term holds
+    where J itself vanishes (K = 1, or one score near 1): a hundredth of the terms before centring, a few roundings.
+
+    Args:
+        x: (T, d).
+        scores: (T, K) weights of the chosen experts.
+        grad_scores: (T, K), dS.
+        products: (T, K), the sum of squares of the products that add up to dS.
+        concentration: (T, 1), the sum of the squared probabilities over the softmax's support.
+    """
+    squared_x = x.square().sum(1, keepdim=True)
+    squared = scores.square()
+    typical = (squared * products * (1 - 2 * scores + concentration).clamp_min(0) * squared_x).sum().sqrt()
+    uncentred = (squared * grad_scores.square() * squared_x).sum().sqrt()
+    return torch.maximum(TYPICAL_SHARE * typical, UNCENTRED_SHARE * uncentred)
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +123,7 @@ def compare_layer(
         counts = torch.bincount(indices.reshape(-1).long(), minlength=shape.E).tolist()
         expected = torch.zeros(shape.T, shape.d, device=device)
         expected_grad_x = torch.zeros(shape.T, shape.d, device=device)
-        grad_scores = torch.zeros(shape.T * K, device=device)
+        grad_scores, products = torch.zeros(2, shape.T * K, device=device)
         sums = {name: ErrorSums() for name in ("grad_gate", "grad_up", "grad_down")}
         empty_maxima: list[Tensor] = []
         start = 0
@@ -108,7 +142,9 @@ def compare_layer(
             activation = torch.nn.functional.silu(h_gate) * h_up
             y = activation @ down.T
             expected.index_add_(0, tokens, weight * y)
-            grad_scores[rows] = (grad_rows * y).sum(1)
+            terms = grad_rows * y
+            grad_scores[rows] = terms.sum(1)
+            products[rows] = terms.square_().sum(1)
             grad_y = weight * grad_rows
             _, grad_h_gate, grad_h_up = swiglu_backward(h_gate, h_up, grad_y @ down)
             sums["grad_down"].add(gradients["grad_down"][expert], grad_y.T @ activation)
@@ -117,12 +153,17 @@ def compare_layer(
             expected_grad_x.index_add_(0, tokens, grad_h_gate @ gate + grad_h_up @ up)
         (grad_logits,) = torch.autograd.grad(scores, logits, grad_scores.view(shape.T, K))
         expected_grad_x += grad_logits @ router
+        scores = scores.detach()
+        over_all = problem.point.layer.router_convention == "softmax_topk"
+        support = torch.softmax(logits.detach(), dim=-1) if over_all else scores
+        grad_scores, products = grad_scores.view(shape.T, K), products.view(shape.T, K)
+        floor = cancellation_floor(x, scores, grad_scores, products, support.square().sum(1, keepdim=True))
         for name, value, reference in (
             ("output", output, expected),
             ("grad_x", grad_x, expected_grad_x),
             ("grad_router", gradients["grad_router"], grad_logits.T @ x),
         ):
-            sums[name] = ErrorSums()
+            sums[name] = ErrorSums(floor if name == "grad_router" else None)
             sums[name].add(value, reference)
         nonzero = 0
         if empty_maxima:

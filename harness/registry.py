@@ -195,15 +195,19 @@ def installed_reason(implementation: Implementation) -> str | None:
     """What is missing for this plugin to run and how to get it; None where everything it needs can be imported.
 
     Nothing is imported: only the import system's finders are asked."""
-    missing = [
-        f"the package {module} is missing; get it with: {how}"
-        for module, how in implementation.requires.items()
-        if not _findable(module)
+    missing: dict[str, list[str]] = {}
+    for module, how in implementation.requires.items():
+        if not _findable(module):
+            missing.setdefault(how, []).append(module)
+    sentences = [
+        f"the package {modules[0]} is missing; get it with: {how}"
+        if len(modules) == 1
+        else f"the packages {', '.join(modules)} are missing; get them with: {how}"
+        for how, modules in missing.items()
     ]
-    return "; ".join(missing) or None
+    return "; ".join(sentences) or None
 
 
-@functools.cache
 def plugin_hash(implementation: Implementation | type[Implementation]) -> str:
     """SHA-256 (64 hexadecimal digits) of the plugin's source and of all local code that it imports.
 

@@ -17,10 +17,15 @@ from harness.interface import Implementation, Point
 from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
-from harness.record import SCHEMA_VERSION, utc_now
+from harness.record import REQUIRED, SCHEMA_VERSION, RecordError, utc_now
 from harness.registry import Registry, code_hash, installed_reason
 from harness.timing import TimingSettings
 
+_IDENTITY_FIELDS = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
+    "resume_key",
+    "numerator_label",
+    "denominator_label",
+}
 #: Statuses that make a sweep's exit code non-zero.
 FAILED = ("wrong_result", "out_of_memory", "timeout", "crashed")
 
@@ -81,6 +86,8 @@ class Summary:
     build_s: float = 0.0
     #: Harness overhead in seconds by shape: (inputs + reference + correctness + memory + share of process start).
     overhead: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    #: Seconds by phase over the whole run, process starts included.
+    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def failed(self) -> int:
@@ -209,6 +216,7 @@ class Runner:
                     if worker is None:
                         try:
                             worker = WorkerProcess()
+                            self.summary.phases["process start"] += worker.start_s
                         except WorkerStartError as error:
                             self._fail(job, list(job.bases), "crashed", f"the worker process did not start: {error}")
                             break
@@ -258,6 +266,8 @@ class Runner:
                 elif kind == "failed":
                     failed = event
                 elif kind == "done":
+                    for name, seconds in event["phases"].items():
+                        self.summary.phases[name] += seconds
                     if (
                         failed
                         and work.kind == "ratio"
@@ -304,7 +314,13 @@ class Runner:
             self._store(row)
 
     def _store(self, row: dict[str, Any]) -> None:
-        store.append(self.output, row)
+        try:
+            store.append(self.output, row)
+        except RecordError as error:
+            # Numbers that break the rules (a NaN, say) are a failure of this point and must not end the sweep.
+            identity = {key: value for key, value in row.items() if key in _IDENTITY_FIELDS}
+            row = {**identity, "status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
+            store.append(self.output, row)
         status = row["status"]
         name = row.get("implementation") or f"{row['numerator']} / {row['denominator']}"
         self.summary.statuses[status] += 1

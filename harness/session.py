@@ -130,7 +130,7 @@ def run_sweep(
 def _print_plan(out: Console, sweep: Sweep, runner: Runner) -> None:
     table = Table(title=f"{sweep.name}: {sweep.description}", title_justify="left")
     for column in ("kind", "implementation", "shape", "dtype", "routing", "rows", "estimate"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for job in runner.jobs:
         work = job.work
         name = " / ".join(work.implementations) + (f" ({work.point.variant})" if work.point.variant else "")
@@ -166,6 +166,13 @@ def _print_summary(out: Console, summary: Summary, path: Path) -> None:
             "harness overhead a point (inputs, reference, memory, share of process start): " + "; ".join(parts),
             highlight=False,
         )
+    phases = [
+        f"{name} {seconds:.0f} s"
+        for name, seconds in sorted(summary.phases.items(), key=lambda item: -item[1])
+        if seconds >= 0.5
+    ]
+    if phases:
+        out.print(f"time by phase: {', '.join(phases)}", highlight=False)
     done = sum(summary.statuses.values())
     skipped = f", {summary.skipped} were there already" if summary.skipped else ""
     built = f", of which building and tuning {_duration(summary.build_s)}" if summary.build_s >= 1 else ""

@@ -54,6 +54,8 @@ class Samples:
     stop_criterion: str = ""
     dropped: int = 0
     dropped_reason: str = ""
+    #: Samples under a slowdown are among those kept, since none came without.
+    slowed: bool = False
     #: What the monitor saw after each sample.
     states: list[dict[str, Any]] = field(default_factory=list)
 
@@ -81,7 +83,8 @@ def sample_until(take: Callable[[int], Sample], settings: TimingSettings, monito
     """Take samples until both passes' medians are known well enough, or a cap ends it.
 
     Samples under the power cap stay: it is the operating point. A sample during which the card reports a thermal or
-    a hardware slowdown is dropped and counted.
+    a hardware slowdown is dropped and counted; where the time is up and too few are left, they are kept and said to be
+    slowed.
     """
     samples = Samples()
     start = time.perf_counter()
@@ -91,10 +94,12 @@ def sample_until(take: Callable[[int], Sample], settings: TimingSettings, monito
         taken += 1
         state = monitor.sample() if monitor is not None else {}
         samples.states.append(state)
-        if is_slowdown(state) and taken < 4 * settings.max_samples:
+        late = time.perf_counter() - start > settings.time_limit_s or taken >= 4 * settings.max_samples
+        if is_slowdown(state) and not late:
             samples.dropped += 1
             samples.dropped_reason = ", ".join(state["throttle_reasons"])
         else:
+            samples.slowed = samples.slowed or is_slowdown(state)
             samples.forward.append(forward)
             samples.backward.append(backward)
         kept = len(samples.forward)
@@ -106,7 +111,7 @@ def sample_until(take: Callable[[int], Sample], settings: TimingSettings, monito
             if max(widths) <= settings.target_width:
                 samples.stop_criterion = "interval_width"
                 break
-        if time.perf_counter() - start > settings.time_limit_s and taken >= settings.min_samples:
+        if late and kept >= settings.min_samples:
             samples.stop_criterion = "time_limit"
             break
     return samples

@@ -13,7 +13,9 @@ _WARPS = 8
 
 
 @triton.jit
-def _bound_swiglu_kernel(h_ptr, a_ptr, rows, n, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+def _bound_swiglu_kernel(  # type: ignore[no-untyped-def]
+    h_ptr, a_ptr, rows, n, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (column < n)[None, :]
@@ -25,7 +27,7 @@ def _bound_swiglu_kernel(h_ptr, a_ptr, rows, n, BLOCK_R: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def _bound_swiglu_backward_kernel(
+def _bound_swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     h_ptr, grad_a_ptr, a_ptr, grad_h_ptr, rows, n, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -45,7 +47,9 @@ def _bound_swiglu_backward_kernel(
 
 
 @triton.jit
-def _bound_sum_rows_kernel(rows_ptr, out_ptr, d, K: tl.constexpr, BLOCK_D: tl.constexpr):
+def _bound_sum_rows_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, out_ptr, d, K: tl.constexpr, BLOCK_D: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = column < d

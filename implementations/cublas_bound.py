@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ class CublasBound(Implementation):
     operations = ("dense_bound",)
     devices = ("cuda", "cpu")
     dtypes = ("bfloat16", "float16", "float32")
-    variants = {"dense_bound": ("gemm", "gemm_glue")}
+    variants: ClassVar[dict[str, Sequence[str]]] = {"dense_bound": ("gemm", "gemm_glue")}
 
     def restriction(self, point: Point) -> str | None:
         if point.variant not in self.variants["dense_bound"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ class DeepGemm(Implementation):
     label = "DeepGEMM-pt"
     upstream = "https://github.com/sgl-project/DeepGEMM"
     licence = "Apache-2.0 (fork of deepseek-ai/DeepGEMM, MIT)"
-    requires = {
+    requires: ClassVar[dict[str, str]] = {
         "deep_gemm": "pip install --no-deps -r requirements/deepgemm.txt (needs nvcc of CUDA 12.9 or newer and torch)"
     }
     distributions = ("sgl-deep-gemm", "apache-tvm-ffi")

@@ -44,4 +44,5 @@ def draw(
     parts = [(_rows.slug(gpu), _rows.of_gpu(table, gpu)) for gpu in found]
     if not parts:
         parts = [(NO_GPU, table[table["measured_on"] == "fake"])]
-    return [path for folder, part in parts for _, function in chosen for path in function(part, output / folder)], problems
+    written = [path for folder, part in parts for _, function in chosen for path in function(part, output / folder)]
+    return written, problems

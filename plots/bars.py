@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.patheffects import withStroke
 
 from plots import style
@@ -55,6 +56,7 @@ def draw(axes: Axes, bars: Mapping[tuple[int, str], Bar], groups: Sequence[str],
     palette = style.colours(names)
     slot = FILL / max(len(names), 1)
     low_end, high_end = axes.get_ylim()
+    whiskers: list[tuple[tuple[float, float], tuple[float, float]]] = []
     for (group, name), bar in sorted(bars.items()):
         x = group - FILL / 2 + (names.index(name) + 0.5) * slot
         colour = palette[name]
@@ -64,9 +66,8 @@ def draw(axes: Axes, bars: Mapping[tuple[int, str], Bar], groups: Sequence[str],
                 hatch="/////" if bar.unstable else None, edgecolor=style.edge(colour) if bar.unstable else colour,
             )  # fmt: skip
             if not math.isnan(bar.low) and not math.isnan(bar.high):
-                axes.vlines(x, bar.low, bar.high, color=style.INK, linewidth=0.9, zorder=5)
-                for end in (bar.low, bar.high):
-                    axes.hlines(end, x - slot * 0.2, x + slot * 0.2, color=style.INK, linewidth=0.9, zorder=5)
+                whiskers.append(((x, bar.low), (x, bar.high)))
+                whiskers += [((x - slot * 0.2, end), (x + slot * 0.2, end)) for end in (bar.low, bar.high)]
         if not math.isnan(bar.paper):
             outline = style.edge(colour, 0.5 if not math.isnan(bar.value) else 0.85)
             axes.bar(x, bar.paper, width=slot * 0.80, fill=False, edgecolor=outline, linewidth=1.1, zorder=4)
@@ -80,6 +81,8 @@ def draw(axes: Axes, bars: Mapping[tuple[int, str], Bar], groups: Sequence[str],
                 x, low_end + 0.02 * (high_end - low_end), bar.text, rotation=90, fontsize=5.8, color=style.INK,
                 ha="center", va="bottom", zorder=7, path_effects=[withStroke(linewidth=1.2, foreground="white")],
             )  # fmt: skip
+    if whiskers:
+        axes.add_collection(LineCollection(whiskers, colors=style.INK, linewidths=0.9, zorder=5), autolim=False)
     axes.set_xlim(-0.55, len(groups) - 0.45)
     axes.set_xticks(range(len(groups)), groups)
     style.plain_grid(axes)

@@ -52,12 +52,19 @@ def not_in_paper(paper: pd.DataFrame, implementation: str, shape: str, direction
     found = paper[
         (paper["implementation"] == implementation) & (paper["shape"] == shape) & (paper["pass"] == direction)
     ]
-    return bool(len(found)) and found["value"].isna().all()
+    return bool(len(found) and found["value"].isna().all())
 
 
-def labels(layers: pd.DataFrame) -> dict[str, str]:
-    """Labels as the rows give them."""
-    return {name: text for name, text in zip(layers["implementation"], layers["label"], strict=True) if text}
+def labels(rows: pd.DataFrame) -> dict[str, str]:
+    """Labels of implementations as the rows give them, those of ratios included."""
+    return {
+        name: text
+        for column, of in (
+            ("numerator", "numerator_label"), ("denominator", "denominator_label"), ("implementation", "label"),
+        )
+        for name, text in zip(rows[column], rows[of], strict=True)
+        if name and text
+    }  # fmt: skip
 
 
 def group_name(shape: str) -> str:
@@ -100,7 +107,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     width = 10.0
     with style.figure_style():
         page = style.Page(
-            width=width, panels_height=5.6, columns=6, legend=legend,
+            width=width, panels_height=5.6, legend=legend,
             title="Memory of one MoE layer after its forward pass, weights and input included",
             subtitle=f"{style.gpu_text(table.gpus(layers))}, bfloat16, uniform routing, top-K.\n"
             f"{style.PAPER_NOTE} (read off Figure 13).",

@@ -29,9 +29,7 @@ def throughput_bar(
     layers: pd.DataFrame, paper: pd.DataFrame, name: str, model: str, shape: str, direction: str, notes: style.Footnotes
 ) -> Bar:
     """One implementation's TFLOPS (model FLOPs over device time) in one pass; a failure's reason goes to ``notes``."""
-    own = layers[
-        (layers["implementation"] == name) & (layers["shape"] == shape) & (layers["measured_on"] == "cuda")
-    ]
+    own = layers[(layers["implementation"] == name) & (layers["shape"] == shape) & (layers["measured_on"] == "cuda")]
     this_pass = own["pass"] == direction
     # A point that failed before its passes were timed may have one row for all of them.
     row = table.best_row(own[this_pass | ~own["status"].isin(table.NUMBERS_ALLOWED)], "tflops")
@@ -112,7 +110,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     width = 10.0
     with style.figure_style():
         page = style.Page(
-            width=width, panels_height=10.4, columns=6, legend=legend,
+            width=width, panels_height=10.4, legend=legend,
             title="Throughput of one MoE layer: model FLOPs over the GPU's own time",
             subtitle=f"{style.gpu_text(table.gpus(everything))}, bfloat16, uniform routing, top-K; whiskers: 95 % "
             f"interval of the median.{bound_text(bound_of.values())}\n{style.PAPER_NOTE} (read off Figure 14).",

@@ -15,9 +15,11 @@ from matplotlib.lines import Line2D
 from plots import rows as table
 from plots import style
 from plots.figure13_memory import failure_text, implementation_legend, labels
-from plots.figure14_throughput import PASSES
+from plots.figure14_throughput import BOUNDS, PASSES, bound_legend
 
 NAME = "granularity"
+#: A slash through a point: a line has no area to hatch.
+UNSTABLE: Any = (2, 2, -45)
 SWEEPS = ("granularity", "sparsity")
 
 
@@ -87,14 +89,15 @@ def _curve(axes: Axes, x: list[float], y: list[float], low: list[float], high: l
 
 
 def _panel(
-    axes: Axes, family: Family, column: int, layers: pd.DataFrame, names: list[str], notes: style.Footnotes
-) -> None:
+    axes: Axes, family: Family, column: int, layers: pd.DataFrame, bounds: Mapping[tuple[str, str, str], float],
+    names: list[str], notes: style.Footnotes,
+) -> None:  # fmt: skip
     palette = style.colours(names)
     memory, tflops = table.paper_memory(), table.paper_tflops()
     x = [family.x(experts) for experts in family.experts]
     top = 0.0
     for name in names:
-        y, low, high, paper, fake, failed = [], [], [], [], [], []
+        y, low, high, paper, fake, failed, shaky = [], [], [], [], [], [], []
         for place, experts in zip(x, family.experts, strict=True):
             n, E, _ = experts
             shape = family.shape(experts)
@@ -119,6 +122,8 @@ def _panel(
             if row is not None and row["status"] not in table.NUMBERS_ALLOWED:
                 failure_text(row, f"d = {family.d},", notes)
                 failed.append(place)
+            if row is not None and row["status"] == "unstable":
+                shaky.append((place, y_here))
             y.append(y_here)
             low.append(low_here)
             high.append(high_here)
@@ -129,6 +134,15 @@ def _panel(
         _curve(axes, x, y, low, high, colour)
         axes.plot(x, fake, linestyle="none", marker="D", markersize=4.2, markerfacecolor=style.pale(colour),
                   markeredgecolor=style.edge(colour), zorder=6)  # fmt: skip
+        axes.plot(
+            *([place for place, _ in shaky], [value for _, value in shaky]),
+            linestyle="none",
+            marker=UNSTABLE,
+            markersize=8,
+            color=style.INK,
+            markeredgewidth=1.2,
+            zorder=6,
+        )
         # A failure stands on the axis, beside those of other implementations, never as a value of zero in a curve.
         for place in failed:
             step = 1 + 0.045 * (names.index(name) - (len(names) - 1) / 2)
@@ -139,6 +153,11 @@ def _panel(
         least = [minimal_held(family.T, family.d, n, K) / table.GIB for n, _, K in family.experts]
         axes.plot(x, least, color=style.BLACK, linewidth=1.0, linestyle=":", zorder=2)
         top = max([top, *least])
+    else:
+        for variant, (_, line) in BOUNDS.items():
+            limit = [bounds[variant, PASSES[column - 1], family.shape(experts)] for experts in family.experts]
+            axes.plot(x, limit, color=style.BLACK, linewidth=1.1, linestyle=line, zorder=2)
+            top = max([top, *(value for value in limit if not math.isnan(value))])
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [family.tick(experts) for experts in family.experts])
     axes.minorticks_off()
@@ -176,13 +195,23 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     if (~cuda["status"].isin(table.NUMBERS_ALLOWED)).any():
         legend.append((Line2D([], [], linestyle="none", marker="x", color="#404040", markersize=4.5,
                               markeredgewidth=1.4), "no number (see below)"))  # fmt: skip
+    if (cuda["status"] == "unstable").any():
+        slash = Line2D([], [], linestyle="none", marker=UNSTABLE, color=style.INK, markersize=8, markeredgewidth=1.2)
+        legend.append((slash, "slash: unstable"))
     legend.append((Line2D([], [], color=style.BLACK, linewidth=1.0, linestyle=":"), "2Td + 4TKn + 16TK bytes"))
+    bounds = {
+        (variant, direction, shape): table.bound(everything, variant, direction, shape)
+        for variant in BOUNDS
+        for direction in PASSES
+        for shape in sorted(shapes)
+    }
+    legend += bound_legend((variant, value) for (variant, _, _), value in bounds.items())
     width, each = 10.0, 2.45
     with style.figure_style():
         # The notes are known only once the panels are drawn, and the page's height depends on them: draw twice.
         for _ in range(2):
             page = style.Page(
-                width=width, panels_height=each * len(lines), columns=6, legend=legend, gap=0.16,
+                width=width, panels_height=each * len(lines), legend=legend, gap=0.16,
                 title="Held memory and throughput against granularity and sparsity",
                 subtitle=f"{style.gpu_text(table.gpus(layers))}, bfloat16, uniform routing, top-K.\n"
                 f"{style.PAPER_NOTE}; their held memory is Figure 13's less weights and input.",
@@ -194,7 +223,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             for line, family in enumerate(lines):
                 for column in range(3):
                     axes = figure.add_subplot(grid[line, column])
-                    _panel(axes, family, column, layers, names, notes)
+                    _panel(axes, family, column, layers, bounds, names, notes)
                     what = ("held after the forward", "forward", "backward")[column]
                     axes.set_title(f"{family.title}\n{what}" if column == 0 else what)
         return style.save(figure, output, NAME)

@@ -47,6 +47,7 @@ def ratios(rows: pd.DataFrame, reference: str, baseline: str) -> dict[str, Ratio
         & rows["dtype"].isin(["bfloat16", ""])
         & rows["method"].isin(["top_k", ""])
         & rows["distribution"].isin(["uniform", ""])
+        & (rows["mode"] != "sustained")
     ].sort_values("timestamp", kind="stable")
     found: dict[str, Ratio] = {}
     for turned, (above, below) in ((True, (reference, baseline)), (False, (baseline, reference))):
@@ -134,8 +135,12 @@ def _speed(axes: Axes, rows: pd.DataFrame, names: Sequence[str], palette: Mappin
     axes.set_yticks(range(len(baselines)), [style.label(name, labels(rows)) for name in baselines])
     style.plain_grid(axes, "x")
     axes.set_xlabel("device time over that of\n" + style.label(reference, labels(rows)))
-    shapes = max((mean.points for mean in means.values()), default=0)
-    return f"circle: geometric mean ({shapes} shape{'s' if shapes != 1 else ''})" if shapes else ""
+    counts = sorted({mean.points for mean in means.values()} - {0})
+    if not counts:
+        return ""
+    if len(counts) == 1:
+        return f"circle: geometric mean ({counts[0]} shape{'s' if counts[0] > 1 else ''})"
+    return f"circle: geometric mean of what ran ({counts[0]} – {counts[-1]} shapes)"
 
 
 def _memory(axes: Axes, layers: pd.DataFrame, names: Sequence[str], palette: Mapping[str, str]) -> bool:
@@ -200,7 +205,9 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
         for group, direction in enumerate(PASSES)
         for variant in BOUNDS
     }
-    measured = any(not math.isnan(bar.value) for bar in throughput.values()) or len(table.gpus(layers)) > 0
+    measured = any(not math.isnan(bar.value) for bar in throughput.values())
+    measured |= bool(layers.loc[layers["measured_on"] == "cuda", "memory_layer"].notna().any())
+    measured |= bool(everything.loc[everything["record"] == "ratio", "value"].notna().any())
     unstable = any(bar.unstable for bar in throughput.values())
     legend = implementation_legend(names, labels(layers))
     if measured:
@@ -215,10 +222,10 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     width = 12.0
     with style.figure_style():
         page = style.Page(
-            width=width, panels_height=3.45, columns=6, legend=legend, left=1.72, gap=0.1,
+            width=width, panels_height=3.45, legend=legend, left=1.88, gap=0.1,
             title="SonicMoE: speed, memory, distance from the bound",
             subtitle=f"{style.gpu_text(table.gpus(everything))}, bfloat16, uniform routing, top-K; whiskers: 95 % "
-            f"interval.{bound_text(bounds.values())} {style.PAPER_NOTE}.",
+            f"interval.{bound_text(bounds.values())}\n{style.PAPER_NOTE}.",
             notes=notes.lines(style.characters(width), most=8),
         )  # fmt: skip
         figure, margins = page.make()

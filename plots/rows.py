@@ -60,17 +60,18 @@ COLUMNS = (
     "reason", "T", "d", "n", "E", "K", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode",
     "measured_on", "gpu", "tflops", "tflops_low", "tflops_high", "tflops_host", "tflops_hardware", "device_ms",
     "device_ms_low", "device_ms_high", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
-    "memory_layer", "numerator", "denominator", "time_kind", "value", "value_low", "value_high",
+    "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
+    "value", "value_low", "value_high",
 )  # fmt: skip
 #: One point of one sweep on one GPU; of several rows with the same key the latest counts.
 KEY = (
     "record", "sweep", "operation", "variant", "pass", "implementation", "numerator", "denominator", "time_kind",
-    "shape", "dtype", "method", "m_tile", "distribution", "convention", "gpu", "measured_on",
+    "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "gpu", "measured_on",
 )  # fmt: skip
 _TEXT = {
     "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
     "reason", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "measured_on", "gpu", "basis",
-    "numerator", "denominator", "time_kind",
+    "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
 }  # fmt: skip
 NUMBERS_ALLOWED = ("ok", "unstable")
 
@@ -117,6 +118,7 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return {
         **{name: text(row, name) for name in ("timestamp", "sweep", "operation", "variant", "pass", "label", "reason")},
         **{name: text(row, name) for name in ("dtype", "measured_on", "time_kind")},
+        **{name: text(row, name) for name in ("numerator_label", "denominator_label")},
         **{name: plugin(name) for name in ("implementation", "numerator", "denominator")},
         **sizes,
         "folder": folder,
@@ -125,7 +127,7 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "shape": ",".join(str(size) for size in sizes.values()),
         **{name: text(routing, name) for name in ("method", "distribution", "m_tile")},
         "convention": text(layer, "router_convention"),
-        "mode": text(latency, "mode"),
+        "mode": text(latency, "mode") or text(row, "mode") or "burst",
         "gpu": text(environment, "gpu"),
         "tflops": rate,
         # The rate's interval is the time's, turned over.
@@ -189,17 +191,26 @@ def _read_file(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
 
 
 def load(results: Path = RESULTS) -> tuple[pd.DataFrame, list[str]]:
-    """Rows of every ``results/<folder>/*.jsonl`` and one sentence for each line that could not be read.
+    """Rows of every ``*.jsonl`` below ``results/<folder>/`` and one sentence for each line that could not be read.
 
-    A folder that does not exist or holds nothing gives an empty table.
+    A folder that does not exist or holds nothing gives an empty table. A row for a GPU that does not name it (written
+    for a worker that died, say) takes the name from its neighbours where they agree.
     """
     tables, problems = [], []
-    for path in sorted(Path(results).glob("*/*.jsonl")):
+    for path in sorted(Path(results).glob("**/*.jsonl")):
         found, complaints = _read_file(path)
         problems += complaints
         if found:
             tables.append(frame(found, folder=path.parent.name))
-    return (pd.concat(tables, ignore_index=True) if tables else frame([])), problems
+    if not tables:
+        return frame([]), problems
+    table = pd.concat(tables, ignore_index=True)
+    for folder in sorted(set(table["folder"])):
+        here = table["folder"] == folder
+        names = gpus(table[here])
+        if len(names) == 1:
+            table.loc[here & (table["measured_on"] == "cuda") & (table["gpu"] == ""), "gpu"] = names[0]
+    return table, problems
 
 
 def latest(rows: pd.DataFrame) -> pd.DataFrame:

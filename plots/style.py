@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -40,7 +41,7 @@ KNOWN: dict[str, tuple[str, str]] = {
 }
 _SPARE = ("#117733", "#882255", "#999933", "#332288", "#AA4499", "#44AA99")
 
-RC = {
+RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
     "text.color": INK,
@@ -92,10 +93,8 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def label(name: str, labels: dict[str, str] | None = None) -> str:
-    """An implementation's label: as known here, else as its rows give it, else its name."""
-    if name in KNOWN:
-        return KNOWN[name][0]
-    return (labels or {}).get(name) or name
+    """An implementation's label: as its rows give it, else as known here, else its name."""
+    return (labels or {}).get(name) or (KNOWN[name][0] if name in KNOWN else name)
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
@@ -171,7 +170,7 @@ class Page:
     Attributes:
         width, panels_height: inches of the page and of the area for panels (tick labels included).
         title, subtitle: the lines at the top; the subtitle has one or two.
-        legend: (handle, text) pairs; `columns` of them in a row.
+        legend: (handle, text) pairs, as many in a row as fit.
         notes: lines below the panels.
         left, right, gap: inches beside the panels and, beyond the usual, above them.
     """
@@ -181,7 +180,6 @@ class Page:
     title: str
     subtitle: str
     legend: Sequence[tuple[Artist | tuple[Artist, ...], str]]
-    columns: int
     notes: Sequence[str]
     left: float = 0.62
     right: float = 0.12
@@ -189,20 +187,21 @@ class Page:
 
     def make(self) -> tuple[Figure, dict[str, float]]:
         """The figure and the margins (as fractions, for `Figure.add_gridspec`) within which panels belong."""
-        legend_rows = math.ceil(len(self.legend) / self.columns) if self.legend else 0
+        columns = self._columns()
+        legend_rows = math.ceil(len(self.legend) / columns)
         head = 0.62 + 0.15 * self.subtitle.count("\n")
         top = head + legend_rows * 0.185 + 0.30 + self.gap
         bottom = 0.42 + (0.145 * len(self.notes) + 0.16 if self.notes else 0.0)
         height = top + self.panels_height + bottom
-        figure = Figure(figsize=(self.width, height), layout="none")
+        figure = Figure(figsize=(self.width, height))
         figure.text(0.10 / self.width, 1 - 0.10 / height, self.title, fontsize=12, fontweight="bold", va="top")
         figure.text(0.10 / self.width, 1 - 0.37 / height, self.subtitle, fontsize=8.5, color=FAINT, va="top",
                     linespacing=1.25)  # fmt: skip
         if self.legend:
-            handles, texts = zip(*self._by_rows(), strict=True)
+            handles, texts = zip(*self._by_rows(columns), strict=True)
             figure.legend(
                 handles, texts, loc="upper left", bbox_to_anchor=(0.10 / self.width, 1 - (head + 0.01) / height),
-                ncol=self.columns, borderaxespad=0.0, borderpad=0.0, handlelength=1.6, handletextpad=0.5,
+                ncol=columns, borderaxespad=0.0, borderpad=0.0, handlelength=1.6, handletextpad=0.5,
                 columnspacing=1.4, labelspacing=0.35, handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
             )  # fmt: skip
         for number, line in enumerate(self.notes):
@@ -216,17 +215,21 @@ class Page:
         }
         return figure, margins
 
-    def _by_rows(self) -> list[tuple[Artist | tuple[Artist, ...], str]]:
-        # matplotlib fills legends column by column; reading goes row by row.
-        full, rest = divmod(len(self.legend), self.columns)
-        heights = [full + (column < rest) for column in range(self.columns)]
-        return [self.legend[row * self.columns + column] for column in range(self.columns)
-                for row in range(heights[column])]  # fmt: skip
+    def _columns(self) -> int:
+        # By the average width of a character; a column is as wide as its longest text, handle and gaps beside it.
+        for columns in range(7, 1, -1):
+            longest = [max(len(text) for _, text in self.legend[start::columns])
+                       for start in range(min(columns, len(self.legend)))]  # fmt: skip
+            if sum(0.062 * length + 0.40 for length in longest) <= self.width - 0.2:
+                return columns
+        return 1
 
-    @property
-    def note_width(self) -> int:
-        """Characters that fit into one line of the notes."""
-        return characters(self.width)
+    def _by_rows(self, columns: int) -> list[tuple[Artist | tuple[Artist, ...], str]]:
+        # matplotlib fills legends column by column; reading goes row by row.
+        full, rest = divmod(len(self.legend), columns)
+        heights = [full + (column < rest) for column in range(columns)]
+        return [self.legend[row * columns + column] for column in range(columns)
+                for row in range(heights[column])]  # fmt: skip
 
 
 def characters(width: float) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import plots
+from harness.record import validate
 from plots import bars, headline, style
 from plots import rows as table
 
@@ -27,7 +28,9 @@ _clock = itertools.count()
 
 
 def synthetic(
-    implementation: str = "sonicmoe_official", shape: str = table.HEADLINE_SHAPE, direction: str = "forward",
+    implementation: str = "sonicmoe_official",
+    shape: str = table.HEADLINE_SHAPE,
+    direction: str = "forward",
     **changes: Any,
 ) -> dict[str, Any]:
     """A row as it is stored; ``changes`` replace whole fields."""
@@ -41,12 +44,12 @@ def synthetic(
         "schema": 1, "record": "measurement", "run_id": "test", "sweep": "paper_layers",
         "timestamp": f"2030-01-01T00:{next(_clock) // 60 % 60:02d}:{next(_clock) % 60:02d}Z",
         "operation": "moe_layer", "variant": "", "pass": direction, "implementation": implementation,
-        "label": implementation.title(), "shape": {"T": T, "d": d, "n": n, "E": E, "K": K}, "dtype": "bfloat16",
+        "label": style.label(implementation), "shape": {"T": T, "d": d, "n": n, "E": E, "K": K}, "dtype": "bfloat16",
         "layer": {"activation": "swiglu", "router_convention": "topk_softmax", "bias": False},
         "routing": {"method": "top_k", "distribution": "uniform", "seed": 0, "m_tile": 128}, "status": "ok",
-        "reason": None, "tflops": {"device": rate, "host": rate * 0.7, "hardware": rate * 1.1},
+        "reason": "", "tflops": {"device": rate, "host": rate * 0.7, "hardware": rate * 1.1},
         "device_ms": {"median": ms, "ci95": [ms * 0.98, ms * 1.02], "samples": 40, "basis": "graph"},
-        "latency_ms": {"median": ms * 1.4, "mode": "burst"},
+        "latency_ms": {"median": ms * 1.4, "ci95": [ms * 1.3, ms * 1.5], "samples": 40, "mode": "burst"},
         "memory_bytes": {"static": static, "held": held, "peak": held * 2, "layer": static + held},
         "measured_on": "cuda", "environment": {"gpu": GPU},
     }  # fmt: skip
@@ -56,7 +59,15 @@ def synthetic(
 
 def failed(status: str, reason: str, **fields: Any) -> dict[str, Any]:
     row = synthetic(**fields)
-    return {**row, "status": status, "reason": reason, "tflops": None, "device_ms": None, "memory_bytes": None}
+    return {
+        **row,
+        "status": status,
+        "reason": reason,
+        "tflops": None,
+        "device_ms": None,
+        "latency_ms": None,
+        "memory_bytes": None,
+    }
 
 
 def fake(implementation: str, shape: str, **changes: Any) -> dict[str, Any]:
@@ -65,11 +76,18 @@ def fake(implementation: str, shape: str, **changes: Any) -> dict[str, Any]:
 
 
 def ratio(numerator: str, denominator: str, shape: str, value: float, **changes: Any) -> dict[str, Any]:
-    row = synthetic(numerator, shape, "forward_backward", tflops=None, device_ms=None, memory_bytes=None)
+    row = synthetic(
+        numerator, shape, "forward_backward", tflops=None, device_ms=None, latency_ms=None, memory_bytes=None
+    )
     row.update(record="ratio", numerator=numerator, denominator=denominator, value=value, time_kind="device",
                ci95=[value * 0.985, value * 1.015], samples=60)  # fmt: skip
     row.update(changes)
     return row
+
+
+def test_the_synthetic_rows_keep_the_rows_rules() -> None:
+    for row in [*everything(), *sweeps()]:
+        assert validate(row) == []
 
 
 def everything() -> list[dict[str, Any]]:
@@ -177,6 +195,18 @@ def test_one_folder_of_figures_for_each_gpu(tmp_path: Path) -> None:
         plots.FIGURES["headline"](every, tmp_path)
 
 
+def test_a_row_that_does_not_name_its_gpu_takes_the_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "local" / "nvidia_h200"
+    folder.mkdir(parents=True)
+    nameless = failed("crashed", "exit code -6", implementation="scattermoe", environment={"host": "node"})
+    text = "".join(json.dumps(row) + "\n" for row in (synthetic(), nameless, fake("torch_loop", table.HEADLINE_SHAPE)))
+    (folder / "a.jsonl").write_text(text, encoding="utf-8")
+    found, problems = table.load(tmp_path)
+    assert problems == []
+    assert list(found["gpu"]) == [GPU, GPU, ""]
+    assert len(table.of_gpu(found, GPU)) == 3
+
+
 def test_a_missing_results_folder_gives_the_papers_values(tmp_path: Path) -> None:
     written, problems = plots.draw(tmp_path / "missing", tmp_path / "figures")
     assert problems == []
@@ -191,8 +221,7 @@ def test_a_broken_line_is_reported_and_the_others_are_read(tmp_path: Path) -> No
     (folder / "a.jsonl").write_text(text, encoding="utf-8")
     found, problems = table.load(tmp_path)
     assert len(problems) == 1
-    # The store may refuse rows that lack fields of the schema; this module's own reader takes both.
-    assert set(found["implementation"]) <= {"sonicmoe_official", "scattermoe"}
+    assert set(found["implementation"]) == {"sonicmoe_official", "scattermoe"}
 
 
 def test_the_latest_row_of_a_point_counts_even_if_it_failed() -> None:

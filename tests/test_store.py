@@ -105,7 +105,9 @@ def test_two_writers_never_mix(tmp_path: Path) -> None:
         "for i in range(60): append(sys.argv[1], {**row, 'run_id': sys.argv[3] + str(i), 'notes': ['x' * 20000]})\n"
     )
     writers = [
-        subprocess.Popen([sys.executable, "-c", program, str(path), json.dumps(row()), name], cwd=Path.cwd())
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(path), json.dumps(row()), name], cwd=Path(__file__).parents[1]
+        )
         for name in "ab"
     ]
     assert [writer.wait(60) for writer in writers] == [0, 0]

@@ -1,0 +1,189 @@
+"""Shared helpers: points and problems on the CPU, a right layer to spoil, the command line in and out of process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+from harness.interface import Layer, LayerSpec, Point, Problem, RoutingSpec
+from harness.problem import make_problem
+from harness.routing import router_scores
+from harness.shapes import MoEShape
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE_PLUGINS = Path(__file__).resolve().parent / "fake_plugins"
+MARK = "MOEBENCH_TEST_MARK"
+
+
+def point_of(
+    shape: str,
+    dtype: str = "float32",
+    distribution: str = "uniform",
+    convention: str = "topk_softmax",
+    seed: int = 0,
+    operation: str = "moe_layer",
+    variant: str = "",
+    name: str = "test",
+) -> Point:
+    """A point on the CPU."""
+    return Point(
+        operation,
+        name,
+        MoEShape.parse(shape),
+        dtype,
+        LayerSpec(router_convention=convention),
+        RoutingSpec(distribution=distribution, seed=seed),
+        variant,
+        "cpu",
+    )
+
+
+def problem_of(shape: str, *args: str, **kwargs: object) -> Problem:
+    return make_problem(point_of(shape, *args, **kwargs), "cpu")  # type: ignore[arg-type]
+
+
+class RightLayer(Layer):
+    """Every expert sees every token, masked by its weight: slow, plain, and easy to spoil one step at a time."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.k = problem.shape.K
+        self.convention = problem.point.layer.router_convention
+        weights = (problem.gate, problem.up, problem.down, problem.router)
+        self.gate, self.up, self.down, self.router = (w.detach().requires_grad_() for w in weights)
+
+    def parameters(self) -> Sequence[Tensor]:
+        return [self.gate, self.up, self.down, self.router]
+
+    def logits(self, x: Tensor) -> Tensor:
+        return (x @ self.router.T).float()
+
+    def choose(self, logits: Tensor) -> Tensor:
+        return torch.topk(logits, self.k, dim=-1).indices
+
+    def scores(self, logits: Tensor, indices: Tensor) -> Tensor:
+        return router_scores(logits, indices, self.convention)
+
+    def expert(self, e: int, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.logits(x)
+        indices = self.choose(logits)
+        weights = torch.zeros_like(logits).scatter_add(1, indices, self.scores(logits, indices))
+        out = torch.zeros_like(x, dtype=torch.float32)
+        experts = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        for e, (gate, up, down) in enumerate(experts):
+            out = out + weights[:, e, None] * self.expert(e, x, gate, up, down)
+        return out.to(x.dtype)
+
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(("grad_gate", "grad_up", "grad_down", "grad_router"), gradients, strict=True))
+
+
+def marked_processes(mark: str) -> list[tuple[int, str]]:
+    """Living processes (id, command line) that carry a mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() not in (entry / "environ").read_bytes():
+                continue
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state != "Z":
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append((int(entry.name), command))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for_no_process(mark: str, seconds: float = 15.0) -> list[tuple[int, str]]:
+    """What is still alive of the marked processes after that time at most."""
+    end = time.monotonic() + seconds
+    while (left := marked_processes(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+class MoeBench:
+    """The command line in a process of its own, with the fake plugins, marked so that leftovers can be found."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+        self.environment = {
+            **os.environ,
+            "MOEBENCH_PLUGINS": str(FAKE_PLUGINS),
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "200",
+            "MPLBACKEND": "Agg",
+            MARK: mark,
+        }
+
+    def command(self, *arguments: object) -> list[str]:
+        return [sys.executable, "-m", "harness.cli", *map(str, arguments)]
+
+    def start(self, *arguments: object) -> subprocess.Popen[bytes]:
+        quiet = subprocess.DEVNULL
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=ROOT,
+            env=self.environment,
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            start_new_session=True,
+        )
+
+    def __call__(self, *arguments: object, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments), cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=timeout
+        )
+
+
+@pytest.fixture(scope="module")
+def moebench() -> Iterator[MoeBench]:
+    bench = MoeBench(uuid.uuid4().hex)
+    yield bench
+    assert not wait_for_no_process(bench.mark)
+
+
+@pytest.fixture
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process, with the fake plugins: (exit code, standard output, standard error)."""
+    from harness import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setenv("MOEBENCH_PLUGINS", str(FAKE_PLUGINS))
+        monkeypatch.setattr(cli, "out", Console(width=200))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setattr(sys, "argv", ["moebench", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """The tests run side by side on few cores."""
+    torch.set_num_threads(1)

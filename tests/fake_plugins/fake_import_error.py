@@ -1,0 +1,3 @@
+"""It fails while being imported."""
+
+raise RuntimeError("this file was never finished")

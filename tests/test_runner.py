@@ -1,0 +1,276 @@
+"""Sweeps over plugins that fail in every way, and sweeps that are killed: typed rows, nothing lost, nothing left."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MoeBench, marked_processes, wait_for_no_process
+
+from harness import store
+from harness.process import WorkerDied, WorkerProcess, WorkerTimeout, describe_exit
+from harness.record import validate
+
+PASSES = ("forward", "backward", "forward_backward")
+#: Plugin -> the status of its rows and a part of their reason.
+EXPECTED = {
+    "fake_ok": ("ok", ""),
+    "fake_wrong": ("wrong_result", "output 0.1 > 0.0001"),
+    "fake_build_raises": ("crashed", "while in build: RuntimeError: no layout for these weights second line"),
+    "fake_backward_raises": ("crashed", "while in correctness: ValueError: no backward kernel for this shape"),
+    "fake_hangs": ("timeout", "not finished after 8 s, while in build"),
+    "fake_segfault": ("crashed", "while in build (ended by signal SIGSEGV)\nabout to touch address zero\nFatal Python"),
+    "fake_memory_error": ("out_of_memory", "while in build: MemoryError: a buffer of 3 TiB"),
+    "fake_prints": ("ok", ""),
+    "fake_missing_package": ("not_installed", "moebench_no_such_module is missing; get it with: pip install"),
+    "fake_unsupported": ("unsupported", "it takes d of at most 8, not d=16"),
+    "fake_leaves_child": ("ok", ""),
+    "fake_import_error": ("crashed", "cannot be imported: RuntimeError: this file was never finished"),
+    "fake_heavy_import": ("crashed", "imports numpy at module level"),
+}
+SWEEP = """
+[sweep]
+name = "{name}"
+description = "A test's"
+
+[defaults]
+device = "cpu"
+dtype = "float32"
+passes = ["forward", "backward", "forward_backward"]
+time_limit_s = {limit}
+min_samples = 6
+max_samples = 6
+sampling_s = 0.05
+
+[[points]]
+implementations = {implementations}
+shapes = {shapes}
+"""
+
+
+def write_sweep(folder: Path, name: str, implementations: list[str], shapes: list[str], limit: int = 60) -> Path:
+    path = folder / f"{name}.toml"
+    text = SWEEP.format(name=name, limit=limit, implementations=json.dumps(implementations), shapes=json.dumps(shapes))
+    path.write_text(text)
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    rows, problems = store.read(path)
+    assert not problems
+    return [dict(row) for row in rows]
+
+
+def by_plugin(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    grouped: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        grouped[row["implementation"]].append(row)
+    return grouped
+
+
+@pytest.fixture(scope="module")
+def failures(moebench: MoeBench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One sweep over every fake plugin, run once even where the tests are spread over processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "failures"
+    folder.mkdir(exist_ok=True)
+    sweep = write_sweep(folder, "failures", list(EXPECTED), ["32,16,8,4,2"], limit=8)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "ended.json").exists():
+            ended = moebench("run", sweep, "--output", folder / "rows")
+            left = wait_for_no_process(moebench.mark)
+            told = {"code": ended.returncode, "out": ended.stdout, "err": ended.stderr, "left": left}
+            (folder / "ended.json").write_text(json.dumps(told))
+    path = folder / "rows" / "failures.jsonl"
+    return {"sweep": sweep, "path": path, "rows": rows_of(path), **json.loads((folder / "ended.json").read_text())}
+
+
+def test_every_failure_is_a_typed_row_with_a_reason(failures: dict[str, Any]) -> None:
+    grouped = by_plugin(failures["rows"])
+    assert list(grouped) == list(EXPECTED)
+    for name, (status, reason) in EXPECTED.items():
+        rows = grouped[name]
+        assert sorted(row["pass"] for row in rows) == sorted(PASSES), name
+        for row in rows:
+            assert row["status"] == status, (name, row["status"], row["reason"])
+            assert reason in row["reason"] if reason else row["reason"] == "", (name, row["reason"])
+            assert row["resume_key"] and row["environment"]["torch"], name
+            assert (row.get("latency_ms") is not None) == (status == "ok"), name
+
+
+def test_every_row_is_valid(failures: dict[str, Any]) -> None:
+    for line in failures["path"].read_text().splitlines():
+        assert validate(json.loads(line)) == []
+
+
+def test_the_sweep_ends_with_code_3_and_names_what_failed(failures: dict[str, Any]) -> None:
+    out = failures["out"]
+    assert failures["code"] == 3, failures["err"]
+    assert "Traceback" not in out + failures["err"]
+    assert "fake_segfault 32,16,8,4,2 forward: the worker died while in build" in out
+    assert "39 rows in" in out and "24 failed" in out
+
+
+def test_nothing_is_left_running(failures: dict[str, Any]) -> None:
+    assert failures["left"] == []
+
+
+def test_a_good_row_says_everything(failures: dict[str, Any]) -> None:
+    rows = {row["pass"]: row for row in by_plugin(failures["rows"])["fake_ok"]}
+    assert len({row["resume_key"] for row in rows.values()}) == 3
+    assert len({row["run_id"] for row in failures["rows"]}) == 1
+    row = rows["forward_backward"]
+    assert row["latency_ms"]["samples"] == 6 and row["latency_ms"]["mode"] == "burst"
+    assert row["tflops"]["host"] == pytest.approx(row["costs"]["flops"] / row["latency_ms"]["median"] / 1e9)
+    assert row["memory_bytes"]["layer"] == row["memory_bytes"]["static"] + row["memory_bytes"]["held"]
+    assert row["routing"]["routed_rows"] == 64 and row["routing"]["padded_rows"] == 512
+    assert row["costs"]["flops"] == 18 * 64 * 8 * 16
+    assert row["measured_on"] == "cpu" and row["stop_criterion"] in ("interval_width", "max_samples", "time_limit")
+    # What the harness adds to a point, its own start aside, is far below what it measures on a GPU.
+    overhead = dict(row["overhead_s"])
+    assert overhead.pop("process_start") > 0
+    assert sum(overhead.values()) < 1.5
+
+
+def test_resume_repeats_what_is_neither_ok_nor_unsupported(
+    failures: dict[str, Any], moebench: MoeBench, tmp_path: Path
+) -> None:
+    path = Path(shutil.copy(failures["path"], tmp_path))
+    before = failures["rows"]
+    chosen = ["fake_ok", "fake_unsupported", "fake_missing_package", "fake_heavy_import", "fake_wrong"]
+    with path.open("a") as file:
+        file.write('{"schema": 1, "record": "measu\n')
+    only = [part for name in chosen for part in ("--only", name)]
+    ended = moebench("run", failures["sweep"], "--output", tmp_path, "--resume", *only)
+    assert ended.returncode == 3
+    number = len(before) + 1
+    assert f"failures.jsonl:{number}: not a JSON object" in ended.stdout.replace("\n", "")
+    assert "6 were there already" in ended.stdout
+    rows, problems = store.read(path)
+    assert [problem.line for problem in problems] == [number]
+    added = Counter(row["implementation"] for row in rows[len(before) :])
+    assert added == {"fake_missing_package": 3, "fake_heavy_import": 3, "fake_wrong": 3}
+    assert [dict(row) for row in rows[: len(before)]] == before
+
+
+def test_other_settings_and_shapes_are_other_measurements(failures: dict[str, Any], moebench: MoeBench) -> None:
+    sweep = failures["sweep"]
+    text = sweep.read_text()
+    assert "max_samples = 6" in text
+    changed = sweep.with_name("changed.toml")
+    changed.write_text(text.replace("max_samples = 6", "max_samples = 7"))
+    only = ("--resume", "--dry-run", "--only", "fake_ok", "--only", "fake_unsupported")
+    output = ("--output", failures["path"].parent)
+    same = moebench("run", sweep, *output, *only)
+    assert "0 jobs, 6 rows there already" in same.stdout
+    other = moebench("run", changed, *output, *only)
+    assert "2 jobs;" in other.stdout
+
+
+def test_a_killed_sweep_resumes_without_loss_or_doubling(moebench: MoeBench, tmp_path: Path) -> None:
+    shapes = [f"{tokens},16,8,4,2" for tokens in (8, 16, 32)]
+    sweep = write_sweep(tmp_path, "killed", ["fake_ok", "fake_prints", "fake_leaves_child"], shapes)
+    output = tmp_path / "rows"
+    path = output / "killed.jsonl"
+    moments = []
+    for _ in range(3):
+        process = moebench.start("run", sweep, "--output", output, "--resume")
+        before = len(path.read_bytes()) if path.exists() else 0
+        # Some moment after the first new row, or (a third of the time) whenever.
+        end = time.monotonic() + 60
+        if random.random() < 0.67:
+            while time.monotonic() < end and process.poll() is None:
+                if path.exists() and len(path.read_bytes()) > before:
+                    break
+                time.sleep(0.02)
+        moments.append(random.uniform(0.0, 2.5))
+        time.sleep(moments[-1])
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        # Workers have process groups of their own and die with their parent; what a plugin started is not theirs to
+        # take along when nobody is left to end the group.
+        end = time.monotonic() + 10
+        while (left := [p for p in marked_processes(moebench.mark) if "sleep" not in p[1]]) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert left == [], moments
+        for pid, _ in marked_processes(moebench.mark):
+            os.kill(pid, signal.SIGKILL)
+    ended = moebench("run", sweep, "--output", output, "--resume")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows, problems = store.read(path)
+    assert len(problems) <= 3
+    ok = Counter(row["resume_key"] for row in rows if row["status"] == "ok")
+    assert len(ok) == 27 and set(ok.values()) == {1}, (moments, ok)
+    assert {row["status"] for row in rows} == {"ok"}
+    points = Counter((row["implementation"], row["shape"]["T"], row["pass"]) for row in rows)
+    assert len(points) == 27 and set(points.values()) == {1}
+    again = moebench("run", sweep, "--output", output, "--resume", "--dry-run")
+    assert "0 jobs, 27 rows there already" in again.stdout
+
+
+def test_an_interrupt_ends_a_sweep_in_order(moebench: MoeBench, tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path, "interrupted", ["fake_ok", "fake_hangs"], ["8,16,8,4,2"])
+    process = moebench.start("run", sweep, "--output", tmp_path)
+    path = tmp_path / "interrupted.jsonl"
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (path.exists() and path.read_bytes().count(b"\n") == 3):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert wait_for_no_process(moebench.mark) == []
+    assert {row["status"] for row in rows_of(path)} == {"ok"}
+
+
+# One worker, without a sweep.
+
+
+def test_a_worker_takes_jobs_until_it_is_closed() -> None:
+    worker = WorkerProcess()
+    try:
+        assert worker.start_s > 0
+        job = {
+            "kind": "check",
+            "point": {
+                "operation": "moe_layer",
+                "implementation": "torch_loop",
+                "shape": {"T": 8, "d": 16, "n": 8, "E": 4, "K": 2},
+                "dtype": "float32",
+                "layer": {"activation": "swiglu", "router_convention": "topk_softmax", "bias": False},
+                "routing": {"method": "top_k", "distribution": "uniform", "seed": 0, "m_tile": 128},
+                "variant": "",
+                "device": "cpu",
+            },
+            "passes": [],
+            "bases": {},
+            "settings": {},
+        }
+        for _ in range(2):
+            events = list(worker.run(job, 60))
+            assert [e["event"] for e in events][-1] == "done"
+            assert [e["name"] for e in events if e["event"] == "phase"] == ["inputs", "build", "correctness", "inputs"]
+            assert next(e for e in events if e["event"] == "checked")["reason"] is None
+        with pytest.raises(WorkerTimeout):
+            list(worker.run(job, 0.0))
+        os.kill(worker._process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied) as death:
+            list(worker.run(job, 60))
+            list(worker.run(job, 60))
+        assert describe_exit(death.value.exit_code) in ("ended by signal SIGKILL", "exit code None")
+    finally:
+        worker.close(patience_s=0.0)
+
+
+def test_exits_in_words() -> None:
+    assert describe_exit(-11) == "ended by signal SIGSEGV"
+    assert describe_exit(-200) == "ended by signal 200"
+    assert describe_exit(3) == "exit code 3"
