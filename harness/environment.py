@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from harness.errors import UserError
+
 ROOT = Path(__file__).resolve().parent.parent
 #: Names the commit where the checkout has no `.git`; a suffix ``-dirty`` marks uncommitted changes.
 COMMIT_VARIABLE = "MOEBENCH_COMMIT"
@@ -142,6 +144,8 @@ def _git_state() -> tuple[str | None, bool | None]:
     """The commit, and whether files beside the results differ from it (a sweep's own rows make nothing dirty)."""
     named = os.environ.get(COMMIT_VARIABLE, "").strip()
     if named:
+        if not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", named):
+            raise UserError(f"{COMMIT_VARIABLE}={named!r}: must be a commit's hash, with -dirty behind it if so")
         return named.removesuffix("-dirty"), named.endswith("-dirty")
 
     def git(*arguments: str) -> str | None:

@@ -39,6 +39,7 @@ from harness.timing import (
     heat,
     interleaved,
     pair_order,
+    sample_steadily,
     sample_until,
 )
 
@@ -238,7 +239,7 @@ def measure_point(
         compilations = CompilationCounter()
         if settings.mode == "sustained":
             heat(host_calls, settings.heat_s)
-        host = sample_until(host_calls, settings, context.monitor)
+        host = sample_steadily(host_calls, settings, context.monitor)
         context.phase("profile")
         order: list[str] = []
         windowed = WindowedCalls("p", built.layer, built.problems, context.evict, order)
@@ -268,7 +269,7 @@ def measure_point(
         latency = {**summarise(host.of(pass_)), "mode": settings.mode}
         row["latency_ms"] = latency
         row["stop_criterion"] = host.stop_criterion
-        row["dropped_samples"] = {"count": host.dropped, "reason": host.dropped_reason}
+        row["dropped_samples"] = _dropped([s for s in (host, device) if s is not None])
         row["backward_method"] = "direct"
         flops = model_flops(point.shape, pass_, rows)
         tflops: dict[str, float] = {"host": flops / latency["median"] / 1e9}
@@ -332,7 +333,7 @@ def _graph_samples(built: Built, context: Context, allow_graph: bool) -> tuple[S
         calls(index)
     if context.settings.mode == "sustained":
         heat(calls, context.settings.heat_s)
-    return sample_until(calls, context.settings, context.monitor), ""
+    return sample_steadily(calls, context.settings, context.monitor), ""
 
 
 def _of_pass(samples: Sequence[Sample], pass_: str) -> list[float]:
@@ -346,6 +347,15 @@ def _of_pass(samples: Sequence[Sample], pass_: str) -> list[float]:
 def _interval_only(samples: Sequence[float]) -> dict[str, Any]:
     summary = summarise(samples)
     return {key: summary[key] for key in ("median", "ci95", "samples")}
+
+
+def _dropped(sampled: Sequence[Samples]) -> dict[str, Any]:
+    """How many samples were dropped, and why."""
+    settling = sum(s.settling for s in sampled)
+    reasons = [s.dropped_reason for s in sampled if s.dropped]
+    if settling:
+        reasons.append(f"{settling} while the SM clock was settling")
+    return {"count": settling + sum(s.dropped for s in sampled), "reason": "; ".join(dict.fromkeys(reasons))}
 
 
 def _instability(compiled: int, sampled: Sequence[Samples]) -> str:

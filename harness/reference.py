@@ -173,32 +173,32 @@ def compare_layer(
 
 
 def compare_dense(
-    problem: Problem, reduce_k: int, output: Tensor, grad_x: Tensor, gradients: dict[str, Tensor]
+    problem: Problem, summed: bool, output: Tensor, grad_x: Tensor, gradients: dict[str, Tensor]
 ) -> Comparison:
     """The same for the dense bound: rows r = 0 … T·K-1 belong to expert r // (T·K/E).
 
     Args:
-        reduce_k: 1 where output and input are the rows themselves (T·K, d); K where the input is (T, d), each row
-            repeated K times, and each K consecutive rows are summed into one output row.
+        summed: False where input and output are the rows themselves (T·K, d). True where they are (T, d): row k·T + t
+            holds token t, and an output is the sum of its token's K rows.
     """
     shape = problem.shape
     per_expert = shape.routed_rows // shape.E
     sums = {name: ErrorSums() for name in ("output", "grad_x", "grad_gate", "grad_up", "grad_down")}
     with torch.no_grad(), full_precision():
+        expected, expected_grad_x = torch.zeros(2, *problem.x.shape, device=problem.x.device)
         for expert in range(shape.E):
             rows = torch.arange(expert * per_expert, (expert + 1) * per_expert, device=problem.x.device)
-            rows_x = problem.x[rows // reduce_k].float()
-            grad_y = problem.grad_output[rows // reduce_k].float()
+            if summed:
+                rows %= shape.T
+            rows_x, grad_y = problem.x[rows].float(), problem.grad_output[rows].float()
             gate, up, down = (w[expert].float() for w in (problem.gate, problem.up, problem.down))
             h_gate, h_up = rows_x @ gate.T, rows_x @ up.T
             activation, grad_h_gate, grad_h_up = swiglu_backward(h_gate, h_up, grad_y @ down)
-            y, dx = activation @ down.T, grad_h_gate @ gate + grad_h_up @ up
-            # An expert's rows hold whole groups of K only where K divides them; `DenseBound` refuses other shapes.
-            y, dx = (t.view(-1, reduce_k, shape.d).sum(1) for t in (y, dx))
-            out_rows = slice(expert * per_expert // reduce_k, (expert + 1) * per_expert // reduce_k)
-            sums["output"].add(output[out_rows], y)
-            sums["grad_x"].add(grad_x[out_rows], dx)
+            expected.index_add_(0, rows, activation @ down.T)
+            expected_grad_x.index_add_(0, rows, grad_h_gate @ gate + grad_h_up @ up)
             sums["grad_down"].add(gradients["grad_down"][expert], grad_y.T @ activation)
             sums["grad_gate"].add(gradients["grad_gate"][expert], grad_h_gate.T @ rows_x)
             sums["grad_up"].add(gradients["grad_up"][expert], grad_h_up.T @ rows_x)
+        sums["output"].add(output, expected)
+        sums["grad_x"].add(grad_x, expected_grad_x)
     return Comparison({name: s.relative() for name, s in sums.items()}, 0)

@@ -56,6 +56,8 @@ class Samples:
     dropped_reason: str = ""
     #: Samples under a slowdown are among those kept, since none came without.
     slowed: bool = False
+    #: Samples of earlier attempts, dropped because the SM clock was still settling.
+    settling: int = 0
     #: What the monitor saw after each sample.
     states: list[dict[str, Any]] = field(default_factory=list)
 
@@ -114,6 +116,22 @@ def sample_until(take: Callable[[int], Sample], settings: TimingSettings, monito
         if late and kept >= settings.min_samples:
             samples.stop_criterion = "time_limit"
             break
+    return samples
+
+
+def sample_steadily(
+    take: Callable[[int], Sample], settings: TimingSettings, monitor: GpuMonitor | None, attempts: int = 3
+) -> Samples:
+    """`sample_until`, again where the card's clock was still settling: the samples of such a run are dropped and
+    counted. The last attempt stands, and where its clock drifts too the row will say `unstable`."""
+    settling = 0
+    samples = sample_until(take, settings, monitor)
+    for _ in range(attempts - 1):
+        if abs(clock_drift(samples.states)) <= CLOCK_BAND:
+            break
+        settling += len(samples.forward)
+        samples = sample_until(take, settings, monitor)
+    samples.settling = settling
     return samples
 
 

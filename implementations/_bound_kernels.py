@@ -48,14 +48,14 @@ def _bound_swiglu_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bound_sum_rows_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr, out_ptr, d, K: tl.constexpr, BLOCK_D: tl.constexpr
+    rows_ptr, out_ptr, tokens, d, K: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = column < d
     total = tl.zeros((BLOCK_D,), tl.float32)
     for k in tl.static_range(K):
-        total += tl.load(rows_ptr + (token * K + k) * d + column, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(rows_ptr + (k * tokens + token) * d + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * d + column, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -94,7 +94,7 @@ def swiglu_backward(h: Tensor, grad_a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_rows(rows: Tensor, k: int) -> Tensor:
-    """(T·K, d) contiguous -> (T, d): the sum of each K consecutive rows in fp32; reads T·K·d, writes T·d."""
+    """(T·K, d) contiguous -> (T, d): the sum of rows t, T + t, 2·T + t, … in fp32; reads T·K·d, writes T·d."""
     tokens, d = rows.shape[0] // k, rows.shape[1]
     out = torch.empty((tokens, d), dtype=rows.dtype, device=rows.device)
     if tokens:
@@ -103,5 +103,5 @@ def sum_rows(rows: Tensor, k: int) -> Tensor:
         if block < 256:
             block = min(triton.next_power_of_2(d), 1024)
         grid = (tokens, triton.cdiv(d, block))
-        _bound_sum_rows_kernel[grid](rows, out, d, K=k, BLOCK_D=block, num_warps=max(block // 256, 1))
+        _bound_sum_rows_kernel[grid](rows, out, tokens, d, K=k, BLOCK_D=block, num_warps=max(block // 256, 1))
     return out

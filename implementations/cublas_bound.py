@@ -29,8 +29,8 @@ def _swiglu_backward(h: Tensor, grad_a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_rows(rows: Tensor, k: int) -> Tensor:
-    """(T·K, d) -> (T, d): the sum of each K consecutive rows, accumulated in fp32."""
-    return rows.view(-1, k, rows.shape[-1]).sum(dim=1)
+    """(T·K, d) -> (T, d): the sum of rows t, T + t, 2·T + t, …, accumulated in fp32."""
+    return rows.view(k, -1, rows.shape[-1]).sum(dim=0)
 
 
 class _GemmOnly(torch.autograd.Function):
@@ -103,7 +103,7 @@ class BoundLayer(Layer):
             self.sum_rows = _bound_kernels.sum_rows
         x, grad_output = problem.x.detach(), problem.grad_output.detach()
         if self.glue:
-            x, grad_output = x.repeat_interleave(shape.K, dim=0), grad_output.repeat_interleave(shape.K, dim=0)
+            x, grad_output = x.repeat(shape.K, 1), grad_output.repeat(shape.K, 1)
         rows = shape.routed_rows // shape.E
         self.x_rows = x.view(shape.E, rows, shape.d)
         self.grad_rows = grad_output.contiguous().view(shape.E, rows, shape.d)
@@ -149,8 +149,6 @@ class CublasBound(Implementation):
     def restriction(self, point: Point) -> str | None:
         if point.variant not in self.variants["dense_bound"]:
             return f"{self.label} offers the variants gemm and gemm_glue, not {point.variant!r}"
-        if point.shape.routed_rows % point.shape.E:
-            return f"{self.label} needs T·K = {point.shape.routed_rows} to divide evenly by E = {point.shape.E} experts"
         return None
 
     def build(self, problem: Problem) -> Layer:

@@ -276,3 +276,31 @@ def test_cpu_calls_rotate_their_inputs() -> None:
 def test_samples_of_each_pass() -> None:
     samples = Samples([1.0, 2.0], [3.0, 4.0])
     assert [samples.of(p) for p in ("forward", "backward", "forward_backward")] == [[1.0, 2.0], [3.0, 4.0], [4.0, 6.0]]
+
+
+def test_a_settling_clock_is_sampled_again() -> None:
+    from harness.timing import CLOCK_BAND, clock_drift, sample_steadily
+
+    class Settling:
+        """A clock that falls during the first run and stays low afterwards."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def sample(self) -> dict[str, object]:
+            self.calls += 1
+            return {"sm_clock_mhz": 1980.0 if self.calls <= 10 else 1500.0, "power_w": 700.0, "throttle_reasons": []}
+
+    settings = TimingSettings(min_samples=20, max_samples=20, target_width=0.0)
+    samples = sample_steadily(lambda index: (1.0, 2.0), settings, Settling())  # type: ignore[arg-type]
+    assert samples.settling == 20 and len(samples.forward) == 20
+    assert abs(clock_drift(samples.states)) <= CLOCK_BAND
+
+    class Drifting(Settling):
+        """A clock that never settles."""
+
+        def sample(self) -> dict[str, object]:
+            return {**super().sample(), "sm_clock_mhz": 1980.0 if self.calls % 20 < 10 else 1500.0}
+
+    samples = sample_steadily(lambda index: (1.0, 2.0), settings, Drifting())  # type: ignore[arg-type]
+    assert samples.settling == 40 and abs(clock_drift(samples.states)) > CLOCK_BAND

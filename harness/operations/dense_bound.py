@@ -18,8 +18,10 @@ class DenseBound(Operation):
     """Rows r = 0 … T·K-1 belong to expert r // (T·K/E); no router, no gather.
 
     Variant ``gemm``: x, output and grad_output are the rows (T·K, d); only the batched GEMMs are timed, the
-    activations that they read being made beforehand. Variant ``gemm_glue``: x, output and grad_output are (T, d);
-    each token's K rows are consecutive; activation, its backward and the sums over K rows are added at copy speed.
+    activations that they read being made beforehand. Variant ``gemm_glue``: x, output and grad_output are (T, d) and
+    row k·T + t holds token t; activation, its backward and the sums over each token's K rows are added at copy speed.
+    (A token's rows lie T apart and so in different experts: side by side, equal rows would lower the power that a GEMM
+    draws and so raise its clock, as no real layer's rows do.)
     """
 
     name: ClassVar[str] = "dense_bound"
@@ -28,8 +30,8 @@ class DenseBound(Operation):
 
     def unsupported_reason(self, point: Point) -> str | None:
         shape = point.shape
-        if shape.T == 0 or shape.T % shape.E:
-            return f"the dense bound needs balanced experts: T={shape.T} must be a multiple of E={shape.E}"
+        if shape.T == 0 or shape.routed_rows % shape.E:
+            return f"the dense bound needs balanced experts: T*K={shape.routed_rows} must be a multiple of E={shape.E}"
         return None
 
     def make_problem(self, point: Point, device: torch.device | str, input_set: int = 0) -> Problem:
@@ -52,8 +54,8 @@ class DenseBound(Operation):
         result.counts = torch.full((shape.E,), shape.routed_rows // shape.E)
         if result.reason:
             return result
-        reduce_k = shape.K if problem.point.variant == "gemm_glue" else 1
-        comparison = compare_dense(problem, reduce_k, evaluated.output, evaluated.grad_x, evaluated.gradients)
+        summed = problem.point.variant == "gemm_glue"
+        comparison = compare_dense(problem, summed, evaluated.output, evaluated.grad_x, evaluated.gradients)
         result.errors = comparison.errors
         result.reason = judge(comparison, problem.point.dtype)
         return result
