@@ -1,0 +1,179 @@
+"""The README's table of numbers, made from the committed rows: ``python -m plots.numbers`` rewrites it in place.
+
+Nothing in the table is typed by hand, and a test compares it with the rows.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from plots import rows as table
+
+README = table.ROOT / "README.md"
+BEGIN, END = "<!-- numbers: begin (made by python -m plots.numbers) -->", "<!-- numbers: end -->"
+OFFICIAL = "sonicmoe_official"
+#: Baselines whose ratios stand in the table.
+BASELINES = ("scattermoe", "deepgemm_pt", "torch_grouped_mm")
+PASS_TEXT = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
+_PARTS = {"forward": 6.0, "backward": 12.0}
+
+
+def paper_time(implementation: str, shape: str, pass_: str) -> float:
+    """Time per routed row and n·d in the paper's Figure 14, in arbitrary units; NaN where it shows no bar.
+
+    Forward + backward is 6 / forward TFLOPS + 12 / backward TFLOPS, since that many FLOPs belong to each."""
+    values = table.paper_tflops()
+    parts = [part for part in _PARTS if pass_ in (part, "forward_backward")]
+    return sum(_PARTS[part] / table.paper_value(values, implementation, shape, part) for part in parts)
+
+
+def _paper_ratio(plugin: str, shape: str, pass_: str) -> float:
+    return paper_time(plugin, shape, pass_) / paper_time(OFFICIAL, shape, pass_)
+
+
+def _ratio(rows: pd.DataFrame, numerator: str, shape: str, pass_: str, denominator: str = OFFICIAL) -> pd.Series | None:
+    chosen = rows[
+        (rows["record"] == "ratio")
+        & (rows["status"] == "ok")
+        & (rows["numerator"] == numerator)
+        & (rows["denominator"] == denominator)
+        & (rows["shape"] == shape)
+        & (rows["pass"] == pass_)
+        & (rows["time_kind"] == "device")
+        & (rows["sweep"] == "paper_layers")
+    ].sort_values("timestamp", kind="stable")
+    return chosen.iloc[-1] if len(chosen) else None
+
+
+def _geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def _times(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}×"
+
+
+def _speed(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    lines: list[tuple[str, str, str]] = []
+    shape = table.HEADLINE_SHAPE
+    labels = dict(zip(rows["implementation"], rows["label"], strict=True))
+    for plugin in BASELINES:
+        name = labels.get(plugin, plugin)
+        for pass_, text in PASS_TEXT.items():
+            row = _ratio(rows, plugin, shape, pass_)
+            if row is None:
+                continue
+            paper = _paper_ratio(plugin, shape, pass_)
+            measured = f"{row['value']:.2f}× [{row['value_low']:.2f}, {row['value_high']:.2f}]"
+            lines.append((f"{text}: time of {name} / SonicMoE, 7B n = 256", _times(paper), measured))
+        shapes = [found for _, found in table.paper_shapes()]
+        every = [_ratio(rows, plugin, found, "forward_backward") for found in shapes]
+        if all(row is not None for row in every):
+            paper = _geometric_mean([_paper_ratio(plugin, found, "forward_backward") for found in shapes])
+            values = [float(row["value"]) for row in every if row is not None]
+            measured = f"{_times(_geometric_mean(values))} ({_times(min(values))} to {_times(max(values))})"
+            text = f"forward + backward: {name} / SonicMoE, geometric mean of the twelve layers"
+            lines.append((text, _times(paper), measured))
+    same = _ratio(rows, OFFICIAL, shape, "forward_backward")
+    if same is not None:
+        measured = f"{same['value']:.3f} [{same['value_low']:.3f}, {same['value_high']:.3f}]"
+        lines.append(("the method against itself: SonicMoE / SonicMoE, 7B n = 256", "1", measured))
+    return lines
+
+
+def _layer_gib(rows: pd.DataFrame, plugin: str, shape: str) -> float:
+    chosen = table.layers(rows)
+    chosen = chosen[
+        (chosen["implementation"] == plugin)
+        & (chosen["shape"] == shape)
+        & (chosen["status"] == "ok")
+        & (chosen["measured_on"] == "cuda")
+        & chosen["memory_layer"].notna()
+    ]
+    return float(chosen["memory_layer"].iloc[-1]) / table.GIB if len(chosen) else math.nan
+
+
+def _paper_gib(plugin: str, shape: str) -> float:
+    return table.paper_value(table.paper_memory(), plugin, shape)
+
+
+def _memory(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    lines: list[tuple[str, str, str]] = []
+    shape = table.HEADLINE_SHAPE
+    ours = _layer_gib(rows, OFFICIAL, shape)
+    if math.isnan(ours):
+        return lines
+    paper = _paper_gib(OFFICIAL, shape)
+    lines.append(("memory per layer of SonicMoE, 7B n = 256", f"{paper:.3f} GiB", f"{ours:.3f} GiB"))
+    other = _layer_gib(rows, "scattermoe", shape)
+    if not math.isnan(other):
+        share = 1 - paper / _paper_gib("scattermoe", shape)
+        lines.append(("… less than ScatterMoE's", f"{share:.0%}", f"{1 - ours / other:.0%}"))
+    momoe = _paper_gib("momoe", shape)
+    text = f"{1 - ours / momoe:.0%} (against the paper's MoMoE)"
+    lines.append(("… less than MoMoE's", f"{1 - paper / momoe:.0%}", text))
+    for model, ((t, d), layers) in table.MODELS.items():
+        finest, coarsest = (f"{t},{d},{n},{e},{k}" for n, e, k in (layers[0], layers[-1]))
+        measured = _layer_gib(rows, OFFICIAL, finest) / _layer_gib(rows, OFFICIAL, coarsest)
+        paper = _paper_gib(OFFICIAL, finest) / _paper_gib(OFFICIAL, coarsest)
+        lines.append((f"… at the finest / at the coarsest experts, {model}", f"{paper:.3f}", f"{measured:.3f}"))
+    return lines
+
+
+def _bound(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    lines: list[tuple[str, str, str]] = []
+    for model, n in (("7B", 256), ("30B", 256), ("120B", 1024)):
+        (t, d), layers = table.MODELS[model]
+        shape = next(f"{t},{d},{n_},{e},{k}" for n_, e, k in layers if n_ == n)
+        of_shape = rows[
+            (rows["shape"] == shape)
+            & (rows["pass"] == "forward")
+            & (rows["record"] == "measurement")
+            & (rows["status"] == "ok")
+            & (rows["measured_on"] == "cuda")
+            & rows["device_ms"].notna()
+        ]
+        times = {
+            key: of_shape.loc[of_shape["implementation"] + of_shape["variant"] == key, "device_ms"]
+            for key in (OFFICIAL, "cublas_boundgemm", "cublas_boundgemm_glue")
+        }
+        if all(len(found) for found in times.values()):
+            sonic, gemm, glue = (float(found.iloc[-1]) for found in times.values())
+            text = f"{gemm / sonic:.2f}; {glue / sonic:.2f} with activation and aggregation at copy speed"
+            lines.append((f"forward throughput of SonicMoE / cuBLAS bound, {model} n = {n}", "–", text))
+    return lines
+
+
+def lines(rows: pd.DataFrame) -> list[str]:
+    """The table as Markdown, from the rows of one GPU."""
+    chosen = table.one_gpu(rows)
+    gpu = table.gpus(chosen)
+    head = [f"| what is compared | paper (H100) | measured ({gpu[0] if gpu else 'no GPU'}) |", "| --- | --- | --- |"]
+    parts: list[Callable[[pd.DataFrame], list[tuple[str, str, str]]]] = [_speed, _memory, _bound]
+    return head + [f"| {' | '.join(cells)} |" for part in parts for cells in part(chosen)]
+
+
+def with_numbers(text: str, block: list[str]) -> str:
+    """``text`` with the table between its markers replaced. ValueError where the markers are missing."""
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"the markers {BEGIN} and {END} are missing")
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{BEGIN}\n\n" + "\n".join(block) + f"\n\n{END}{after}"
+
+
+def main(folder: Path = table.RESULTS / "nvidia_h200", readme: Path = README) -> None:
+    """Rewrite the README's table from the committed rows."""
+    rows, problems = table.load(folder)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    readme.write_text(with_numbers(readme.read_text(encoding="utf-8"), lines(rows)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

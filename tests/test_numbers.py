@@ -1,0 +1,57 @@
+"""The README's numbers are those of the committed rows."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from plots import numbers, rows
+
+FOLDER = rows.RESULTS / "nvidia_h200"
+COMMITTED = [json.loads(line) for path in FOLDER.glob("*.jsonl") for line in path.read_text().splitlines()]
+
+
+def test_the_readme_holds_what_the_rows_say() -> None:
+    table, problems = rows.load(FOLDER)
+    assert not problems
+    text = numbers.README.read_text(encoding="utf-8")
+    assert text == numbers.with_numbers(text, numbers.lines(table)), "run: python -m plots.numbers"
+
+
+def newest(**wanted: object) -> dict[str, object]:
+    found = [
+        row
+        for row in COMMITTED
+        if row["status"] == "ok" and all(row.get(key) == value for key, value in wanted.items())
+    ]
+    return max(found, key=lambda row: row["timestamp"])
+
+
+def test_its_numbers_by_another_way() -> None:
+    shape = {"T": 24576, "d": 1536, "n": 256, "E": 128, "K": 8}
+    ratio = newest(
+        record="ratio", numerator="scattermoe", denominator="sonicmoe_official", shape=shape, **{"pass": "forward"}
+    )
+    assert f"{ratio['value']:.2f}× [" in numbers.README.read_text(encoding="utf-8")
+    memory = newest(implementation="sonicmoe_official", shape=shape, measured_on="cuda")["memory_bytes"]
+    assert isinstance(memory, dict)
+    assert f"{memory['layer'] / 2**30:.3f} GiB |" in numbers.README.read_text(encoding="utf-8")
+
+
+def test_the_papers_ratios() -> None:
+    # The abstract's 1.86, from Figure 14's bars.
+    ours = numbers.paper_time("sonicmoe_official", rows.HEADLINE_SHAPE, "forward_backward")
+    theirs = numbers.paper_time("scattermoe", rows.HEADLINE_SHAPE, "forward_backward")
+    assert theirs / ours == pytest.approx(1.857, abs=2e-3)
+    assert math.isnan(numbers.paper_time("torch_loop", rows.HEADLINE_SHAPE, "forward"))
+
+
+def test_markers_must_be_there() -> None:
+    with pytest.raises(ValueError, match="markers"):
+        numbers.with_numbers("no table here", [])
+
+
+def test_without_rows_the_table_is_empty() -> None:
+    assert len(numbers.lines(rows.frame([]))) == 2
