@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from harness.interface import Implementation, Layer, Point, Problem
+from implementations._torch_ops import sort_by_expert
 
 #: Rows to which each expert's group is padded: the M tile of the contiguous layout, and the unit of the
 #: weight gradients' contraction.
@@ -22,8 +23,8 @@ class _Groups(NamedTuple):
     """Where each expert's rows lie once every expert is padded to a multiple of `ALIGNMENT`.
 
     Attributes:
-        row_of_pair: (T·K,) int64, the row of each (token, k) in token order.
-        token_of_row: (M,) int64, the token of each row; T for padding.
+        row_of_pair: (T, K) int64, the row of each (token, k).
+        token_of_row: (M,) int32, the token of each row; padding repeats a token of its own expert.
         expert_of_row: (M,) int32, padding rows included.
         padded: (E,) int32 row counts on the device; padded_host: the same numbers as a list.
     """
@@ -37,41 +38,96 @@ class _Groups(NamedTuple):
 
 def _groups(indices: Tensor, experts: int) -> _Groups:
     """Sort (T, K) expert indices by expert and pad; synchronises with the host once."""
-    tokens, k = indices.shape
-    flat = indices.reshape(-1)
-    sorted_experts, order = torch.sort(flat, stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    order = sort_by_expert(indices, experts)
+    starts, ends = order.offsets[:-1], order.offsets[1:]
+    padded = (ends - starts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     # The grouped GEMM over varying K takes its group sizes from a host list, so no arrangement avoids this.
     padded_host: list[int] = padded.tolist()
     rows = sum(padded_host)
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
-    row_of_sorted = torch.arange(flat.numel(), device=flat.device) + shift[sorted_experts]
-    row_of_pair = torch.empty_like(flat).index_copy_(0, order, row_of_sorted)
-    token_of_row = torch.full((rows,), tokens, dtype=torch.int64, device=flat.device)
-    token_of_row.index_copy_(0, row_of_sorted, order // k)
-    # Padding carries its expert's index, not -1: its rows are zero and give zero, and no tile is left undefined.
+    shift = padded.cumsum(0, dtype=torch.int32) - padded - starts
+    # Padding carries its expert's index, not -1: no tile is left undefined.
     expert_of_row = torch.repeat_interleave(
-        torch.arange(experts, dtype=torch.int32, device=flat.device), padded, output_size=rows
+        torch.arange(experts, dtype=torch.int32, device=indices.device), padded, output_size=rows
     )
-    return _Groups(row_of_pair, token_of_row, expert_of_row, padded.int(), padded_host)
+    # Padding needs no zeros, since its rows have weight zero, but its numbers must be finite wherever its expert's are.
+    unpadded = torch.arange(rows, dtype=torch.int32, device=indices.device) - shift.index_select(0, expert_of_row)
+    unpadded = torch.minimum(unpadded, ends.index_select(0, expert_of_row) - 1)
+    return _Groups(
+        row_of_pair=order.reverse.long() + shift[indices],
+        token_of_row=order.gather.index_select(0, unpadded),
+        expert_of_row=expert_of_row,
+        padded=padded,
+        padded_host=padded_host,
+    )
+
+
+def _take(x: Tensor, groups: _Groups) -> Tensor:
+    """(T, d) -> (M, d): each row its token's."""
+    return x.index_select(0, groups.token_of_row)
+
+
+def _sum(rows: Tensor, groups: _Groups) -> Tensor:
+    """(M, d) -> (T, d): the sum over each token's K rows; padding falls away."""
+    of_pair = rows.index_select(0, groups.row_of_pair.reshape(-1))
+    return of_pair.view(*groups.row_of_pair.shape, rows.shape[1]).sum(dim=1)
+
+
+# `_Gather` and `_Aggregate` are each other's gradients (where padding has weight zero). Autograd's own gradient of an
+# indexed read adds with bf16 atomics instead, which is slow and neither exact nor reproducible.
 
 
 class _Gather(torch.autograd.Function):
-    """(T, d) -> (M, d) rows by expert, padding rows zero; the gradient is a sum over each token's K rows.
-
-    Autograd's own gradient of an indexed read adds with bf16 atomics, which is neither exact nor reproducible."""
+    """(T, d) -> (M, d) rows by expert."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: _Groups) -> Tensor:
-        ctx.groups, ctx.pairs = groups, (x.shape[0], groups.row_of_pair.numel() // max(x.shape[0], 1))
-        return torch.cat((x, x.new_zeros(1, x.shape[1]))).index_select(0, groups.token_of_row)
+        ctx.groups = groups
+        return _take(x, groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows = grads[0].index_select(0, ctx.groups.row_of_pair)
-        return rows.view(*ctx.pairs, rows.shape[1]).sum(dim=1), None
+        return _sum(grads[0], ctx.groups), None
+
+
+class _Aggregate(torch.autograd.Function):
+    """(M, d) weighted rows by expert -> (T, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, groups: _Groups) -> Tensor:
+        ctx.groups = groups
+        return _sum(rows, groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _take(grads[0], ctx.groups), None
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """(M, 2n) in halves gate | up and fp32 weights (M,) -> (M, n): weight * silu(gate) * up.
+
+    Keeps its inputs only, as `silu` itself does. Operands that are strided or broadcast cost an elementwise kernel its
+    vector loads, hence the order of the products."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(h, weights)
+        gate, up = h.chunk(2, dim=-1)
+        return silu(gate).mul_(up).mul_(weights.to(h.dtype).unsqueeze(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        h, weights = ctx.saved_tensors
+        gate, up = h.chunk(2, dim=-1)
+        column = weights.to(h.dtype).unsqueeze(-1)
+        grad_h = torch.empty_like(h)
+        # Written in place of a concatenation.
+        grad_gate, grad_up = grad_h.chunk(2, dim=-1)
+        grad, activated = grads[0], silu(gate)
+        grad_activated = grad * up
+        grad_weights = (grad_activated * activated).sum(dim=-1, dtype=weights.dtype)
+        torch.mul(activated.mul_(grad), column, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad_activated.mul_(column), gate, grad_input=grad_gate)
+        return grad_h, grad_weights
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -108,6 +164,8 @@ class DeepGemmLayer(Layer):
 
     notes = (
         f"every expert's rows are padded to a multiple of {ALIGNMENT}",
+        "routing weights multiply the activation before the down-projection (equal in exact arithmetic to weighting "
+        "its output), so no tensor of routed rows times d is kept for the router's gradient",
         "group sizes are read back to the host once per forward: the grouped GEMM over varying K takes a host list",
         "weight gradients accumulate in bf16 onto a zero-filled output (fp32 within the GEMM), since that kernel "
         "always adds to its output",
@@ -131,11 +189,11 @@ class DeepGemmLayer(Layer):
         top = torch.topk((x @ self.router.T).float(), self.k, dim=-1)
         scores = torch.softmax(top.values, dim=-1)
         groups = _groups(top.indices, self.experts)
+        weights = scores.new_zeros(groups.token_of_row.shape)
+        weights = weights.index_copy(0, groups.row_of_pair.reshape(-1), scores.reshape(-1))
         h = _GroupedLinear.apply(_Gather.apply(x, groups), self.w1, groups, self.deep_gemm)
-        gate, up = h.chunk(2, dim=-1)
-        y = _GroupedLinear.apply(silu(gate) * up, self.w2, groups, self.deep_gemm)
-        y_of_token = y.index_select(0, groups.row_of_pair).view(x.shape[0], self.k, x.shape[1])
-        return (y_of_token * scores.to(x.dtype).unsqueeze(-1)).sum(dim=1)
+        y = _GroupedLinear.apply(_WeightedSwiGLU.apply(h, weights), self.w2, groups, self.deep_gemm)
+        return _Aggregate.apply(y, groups)
 
     def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         grad_w1, grad_w2, grad_router = gradients

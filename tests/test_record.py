@@ -181,10 +181,16 @@ def test_environment_belongs_into_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 def test_commit_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.environment import _git_state
 
-    for text, state in (("abc123", ("abc123", False)), ("abc123-dirty", ("abc123", True))):
+    for text, state in (("abc1234", ("abc1234", False)), ("abc1234-dirty", ("abc1234", True))):
         monkeypatch.setenv("MOEBENCH_COMMIT", text)
         _git_state.cache_clear()
         assert _git_state() == state
+    # What `git rev-parse` says where there is no commit is no commit.
+    for text in ("HEAD", "HEAD\nabc1234", "main"):
+        monkeypatch.setenv("MOEBENCH_COMMIT", text)
+        _git_state.cache_clear()
+        with pytest.raises(UserError, match="must be a commit's hash"):
+            _git_state()
     monkeypatch.undo()
     _git_state.cache_clear()
 
