@@ -10,7 +10,7 @@ _RATE = {"cuda": 250e12, "cpu": 20e9}
 #: Forward+backward calls that a job runs: warm-up, host samples, profile, graph replays.
 _CALLS = {"point": {"cuda": 45, "cpu": 12}, "ratio": {"cuda": 60, "cpu": 60}}
 #: Inputs, reference, building and (shared) process start.
-_FIXED_S = {"point": {"cuda": 3.0, "cpu": 0.5}, "ratio": {"cuda": 5.0, "cpu": 1.0}, "fake": {"cpu": 1.0}}
+_FIXED_S = {"point": {"cuda": 1.0, "cpu": 0.5}, "ratio": {"cuda": 1.0, "cpu": 1.0}, "fake": {"cpu": 1.0}}
 
 
 def job_seconds(kind: str, point: Point) -> float:
