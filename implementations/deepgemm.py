@@ -49,7 +49,8 @@ def _groups(indices: Tensor, experts: int) -> _Groups:
     expert_of_row = torch.repeat_interleave(
         torch.arange(experts, dtype=torch.int32, device=indices.device), padded, output_size=rows
     )
-    # Padding needs no zeros, since its rows have weight zero, but its numbers must be finite wherever its expert's are.
+    # Padding needs no zeros: with weight zero its activation and the gradient of H vanish, and one factor of each
+    # product that it adds to a weight gradient is zero. A token of its own expert keeps infinities where they are.
     unpadded = torch.arange(rows, dtype=torch.int32, device=indices.device) - shift.index_select(0, expert_of_row)
     unpadded = torch.minimum(unpadded, ends.index_select(0, expert_of_row) - 1)
     return _Groups(
@@ -119,12 +120,12 @@ class _WeightedSwiGLU(torch.autograd.Function):
         h, weights = ctx.saved_tensors
         gate, up = h.chunk(2, dim=-1)
         column = weights.to(h.dtype).unsqueeze(-1)
-        grad_h = torch.empty_like(h)
-        # Written in place of a concatenation.
-        grad_gate, grad_up = grad_h.chunk(2, dim=-1)
         grad, activated = grads[0], silu(gate)
         grad_activated = grad * up
         grad_weights = (grad_activated * activated).sum(dim=-1, dtype=weights.dtype)
+        # Its halves are written where they belong, which saves a concatenation.
+        grad_h = torch.empty_like(h)
+        grad_gate, grad_up = grad_h.chunk(2, dim=-1)
         torch.mul(activated.mul_(grad), column, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad_activated.mul_(column), gate, grad_input=grad_gate)
         return grad_h, grad_weights

@@ -162,7 +162,8 @@ def _host(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     if not len(found):
         return []
     last = found.iloc[-1]
-    text = f"{last['device_ms']:.2f} ms of GPU time; {last['latency_ms']:.2f} ms launched from Python, without a CUDA graph"
+    device, host = last["device_ms"], last["latency_ms"]
+    text = f"{device:.2f} ms of GPU time; {host:.2f} ms launched from Python, without a CUDA graph"
     return [("forward + backward of SonicMoE, 7B n = 256", "–", text)]
 
 
