@@ -34,6 +34,7 @@ reproduce: $(STAMP) $(if $(HAS_GPU),baselines)  ## measure what this machine can
 	$(BIN)/moebench reproduce
 
 test: $(STAMP)  ## the test suite; no GPU needed
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter
 	$(BIN)/python -m pytest -n 2
 
 check: $(STAMP)  ## format, lint, types

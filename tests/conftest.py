@@ -25,6 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FAKE_PLUGINS = Path(__file__).resolve().parent / "fake_plugins"
 MARK = "MOEBENCH_TEST_MARK"
 
+# Triton decides when a kernel is defined whether it will be compiled or interpreted, so one process tests one of both.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = ["test_triton_compile_*.py"] if INTERPRETED else ["interpreter"]
+
 
 def point_of(
     shape: str,

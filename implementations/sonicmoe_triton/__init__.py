@@ -1,0 +1,123 @@
+"""Our own SonicMoE (arXiv 2512.14080) in Triton: the plugin, and the door to the layer.
+
+    from implementations.sonicmoe_triton import SonicMoE, moe_layer
+
+Everything that needs Triton is imported when first asked for, so that the registry can load the plugin without it.
+`function` reads as the algorithm; each kernel has a file with its formula on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
+
+if TYPE_CHECKING:
+    from implementations.sonicmoe_triton.function import RouterOutput, moe_layer, moe_layer_with_router, routed_experts
+    from implementations.sonicmoe_triton.layer import SonicMoE, load_balancing_loss
+
+__all__ = [
+    "RouterOutput",
+    "SonicMoE",
+    "SonicMoETriton",
+    "load_balancing_loss",
+    "moe_layer",
+    "moe_layer_with_router",
+    "routed_experts",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from implementations.sonicmoe_triton import function, layer
+
+        return getattr(layer, name) if hasattr(layer, name) else getattr(function, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _TritonLayer(Layer):
+    """Weights: w1 (E, 2n, d), gate rows then up rows; w2 (E, d, n); router (E, d)."""
+
+    def __init__(self, problem: Problem) -> None:
+        from implementations.sonicmoe_triton import function
+
+        self._function = function
+        self.k = problem.shape.K
+        self.convention = problem.point.layer.router_convention
+        self.w1 = torch.cat([problem.gate, problem.up], dim=1).detach().requires_grad_()
+        self.w2 = problem.down.detach().requires_grad_()
+        self.router = problem.router.detach().requires_grad_()
+
+    def parameters(self) -> Sequence[Tensor]:
+        return [self.w1, self.w2, self.router]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function.moe_layer(x, self.w1, self.w2, self.router, self.k, self.convention)
+
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        grad_gate, grad_up = gradients[0].chunk(2, dim=1)
+        return {"grad_gate": grad_gate, "grad_up": grad_up, "grad_down": gradients[1], "grad_router": gradients[2]}
+
+    def expert_indices(self, x: Tensor) -> Tensor:
+        # Its own router breaks ties towards the lower expert, which torch.topk does not promise.
+        return self._function.choose_experts(x, self.router, self.k, self.convention)[1]
+
+
+class SonicMoETriton(Implementation):
+    """The algorithm with every gather, activation and gradient of the scores inside its GEMM's kernel."""
+
+    name = "sonicmoe_triton"
+    label = "SonicMoE (ours, Triton)"
+    upstream = "https://arxiv.org/abs/2512.14080"
+    licence = "Apache-2.0"
+    requires: ClassVar[dict[str, str]] = {"triton": "pip install triton==3.6.0"}
+    distributions = ("torch", "triton")
+    devices = ("cuda",)
+    dtypes = ("bfloat16", "float16")
+    conventions = ROUTER_CONVENTIONS
+    # It traces, and holds what it should; but a trace does not see the temporaries inside an operator, so that the peak
+    # of a fake row would be too small.
+    fake_tensors = False
+
+    def restriction(self, point: Point) -> str | None:
+        shape = point.shape
+        # What function's checks refuse; that module needs Triton, and this answer must not.
+        wrong = [f"{name}={size}" for name, size in (("d", shape.d), ("n", shape.n)) if size % 8]
+        if wrong:
+            return f"{self.label} takes widths that are multiples of 8 (16 bytes), not {' and '.join(wrong)}"
+        if shape.E > 1024:
+            return f"{self.label} takes at most 1024 experts, not E={shape.E}"
+        if shape.K > 64:
+            return f"{self.label} takes at most 64 experts per token, not K={shape.K}"
+        return None
+
+    def build(self, problem: Problem) -> Layer:
+        layer = _TritonLayer(problem)
+        if problem.x.device.type == "cuda" and not is_fake(problem.x) and problem.shape.T:
+            # One call of each pass compiles every kernel.
+            x = problem.x.detach().requires_grad_()
+            torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+        return layer
+
+    def kernel_role(self, name: str) -> str | None:
+        return next((role for part, role in _ROLES if part in name), None)
+
+
+#: Part of a kernel's name -> its role; more specific parts first.
+_ROLES: tuple[tuple[str, str], ...] = (
+    ("up_projection", "up"),
+    ("down_projection", "down"),
+    ("hidden_gradient", "dH"),
+    ("up_weight_gradient", "dW1"),
+    ("down_weight_gradient", "dW2"),
+    ("input_gradient", "dX"),
+    ("_aggregation_", "aggregation"),
+    ("_router_", "router"),
+    ("_routing_", "router"),
+    ("_row_order_", "router"),
+)

@@ -1,0 +1,127 @@
+"""Aggregation: each token sums its experts' rows.
+
+    out[t] = base[t] + sum over the pairs p of t of weights[reverse[p]] * rows[reverse[p]]
+
+Memory-bound: R * d elements are read once, T * d written once. A program owns BLOCK_D columns of one token and loads
+up to eight rows at a time, each as 16-byte vectors, before it adds them: what matters is bytes in flight. The order of
+the additions is fixed, so equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from implementations.sonicmoe_triton.metadata import Routing
+
+#: Rows loaded at once, at most: 8 rows x 16 bytes are 32 registers of loads a thread.
+ROWS_AT_ONCE = 8
+#: Up to here the loop over a token's K rows is unrolled, so that one turn's loads need not wait for another's sum.
+UNROLLED_K = tl.constexpr(64)
+
+
+@triton.jit
+def _aggregate_rows(  # type: ignore[no-untyped-def]
+    rows_ptr, weights_ptr, reverse_ptr, first_pair, count, column,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # (BLOCK_D,): the weighted sum of the rows of pairs first_pair ... first_pair + min(count, ROWS) - 1
+    slot = tl.arange(0, ROWS)
+    live = slot < count
+    row = tl.load(reverse_ptr + first_pair + slot, mask=live, other=0)
+    mask = live[:, None] & (column < D)[None, :]
+    y = tl.load(rows_ptr + row[:, None].to(tl.int64) * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        y *= tl.load(weights_ptr + row, mask=live, other=0.0)[:, None]
+    return tl.sum(y, 0)
+
+
+@triton.jit
+def _aggregation_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, weights_ptr, base_ptr, reverse_ptr, token_offsets_ptr, out_ptr,
+    K: tl.constexpr, GENERAL: tl.constexpr, WEIGHTED: tl.constexpr, BASED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # rows (R, D), weights (R,), base (T, D), reverse (P,), token_offsets (T + 1,) -> out (T, D)
+    COLUMN_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    token = tl.program_id(0) // COLUMN_BLOCKS
+    column = tl.program_id(0) % COLUMN_BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
+    at = token.to(tl.int64) * D + column
+    if BASED:
+        total = tl.load(base_ptr + at, mask=column < D, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros((BLOCK_D,), tl.float32)
+    if GENERAL:
+        pair = tl.load(token_offsets_ptr + token)
+        end = tl.load(token_offsets_ptr + token + 1)
+        for p in range(pair, end, ROWS):
+            total += _aggregate_rows(rows_ptr, weights_ptr, reverse_ptr, p, end - p, column, D, BLOCK_D, WEIGHTED, ROWS)
+    elif K <= UNROLLED_K:
+        for k in tl.static_range(0, K, ROWS):
+            total += _aggregate_rows(
+                rows_ptr, weights_ptr, reverse_ptr, token * K + k, K - k, column, D, BLOCK_D, WEIGHTED, ROWS
+            )
+    else:
+        for k in range(0, K, ROWS):
+            total += _aggregate_rows(
+                rows_ptr, weights_ptr, reverse_ptr, token * K + k, K - k, column, D, BLOCK_D, WEIGHTED, ROWS
+            )
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=column < D)
+
+
+def column_block(d: int, element_size: int) -> tuple[int, int]:
+    """(BLOCK_D, warps) for rows of ``d`` elements: one 16-byte vector a thread, 1 to 4 warps, the width that wastes
+    the fewest lanes and, among equals, the widest (d = 768, 1536, 4096 in bf16: 256, 512, 1024, no waste)."""
+    vectors = 512 // element_size
+    warps = min((4, 2, 1), key=lambda w: triton.cdiv(d, w * vectors) * w)
+    return warps * vectors, warps
+
+
+def rows_at_once(k: int | None) -> int:
+    """Rows that a program loads at once where every token has ``k`` pairs; None: where they vary."""
+    return ROWS_AT_ONCE if k is None else min(ROWS_AT_ONCE, triton.next_power_of_2(k))
+
+
+def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, base: Tensor | None = None) -> Tensor:
+    """(T, d) in ``rows``' dtype, summed in fp32; a token without pairs gives its base, or zeros.
+
+    Args:
+        rows: (R, d).
+        routing: which rows belong to which token.
+        weights: (R,) in row order (usually fp32 scores); None: ones.
+        base: (T, d), added once; None: zeros.
+
+    Raises:
+        ValueError: a shape that does not fit, or rows of d elements that are no multiple of 16 bytes.
+    """
+    tokens, d = routing.tokens, rows.shape[1]
+    if d * rows.element_size() % 16:
+        raise ValueError(f"d = {d} is no multiple of 16 bytes in {rows.dtype}")
+    if rows.shape[0] != routing.rows:
+        raise ValueError(f"{rows.shape[0]} rows for a routing of {routing.rows}")
+    if weights is not None and weights.shape != (routing.rows,):
+        raise ValueError(f"weights {tuple(weights.shape)} for a routing of {routing.rows} rows")
+    if base is not None and base.shape != (tokens, d):
+        raise ValueError(f"base {tuple(base.shape)} for an output of {(tokens, d)}")
+    if routing.rows == 0:
+        return rows.new_zeros((tokens, d)) if base is None else base.to(rows.dtype, copy=True).contiguous()
+    rows = rows.contiguous()
+    out = torch.empty((tokens, d), dtype=rows.dtype, device=rows.device)
+    block_d, warps = column_block(d, rows.element_size())
+    general = routing.token_offsets is not None
+    # Pointers that are never read still have to point somewhere.
+    _aggregation_kernel[(tokens * triton.cdiv(d, block_d),)](
+        rows,
+        rows if weights is None else weights.contiguous(),
+        rows if base is None else base.contiguous(),
+        routing.reverse,
+        routing.reverse if routing.token_offsets is None else routing.token_offsets,
+        out,
+        # A bound on general routing's pairs changes nothing in the kernel, and must not make another one.
+        0 if general else routing.k, general, weights is not None, base is not None,
+        d, block_d, rows_at_once(None if general else routing.k),
+        num_warps=warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,675 @@
+"""The SonicMoE layer (arXiv 2512.14080) for autograd: one operator for the forward, one for the backward.
+
+The router is inside, so that the gradient of x is written once. Between the two passes lie X (the caller's), H, the
+scores and the routing, nothing of size TK·d: beside the output (2Td bytes in a 2-byte dtype) 4TKn for H, 16TK for
+scores, experts, gather and reverse index, and O(E + tiles). No GEMM runs twice and nothing waits for the host.
+
+Each pass is one `torch.library` operator with a fake twin that only tells shapes. To torch.compile it is one opaque
+step, a CUDA graph captures it, and fake tensors trace it without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from implementations.sonicmoe_triton.activations import is_gated
+from implementations.sonicmoe_triton.aggregation import aggregate
+from implementations.sonicmoe_triton.biases import expert_sum, row_products
+from implementations.sonicmoe_triton.contiguous_gemm import down_projection, input_gradient
+from implementations.sonicmoe_triton.hidden_gradient import hidden_gradient
+from implementations.sonicmoe_triton.metadata import Routing, make_routing, to_row_order
+from implementations.sonicmoe_triton.router import router_backward, top_k
+from implementations.sonicmoe_triton.up_projection import up_projection
+from implementations.sonicmoe_triton.weight_gradient import down_weight_gradient, up_weight_gradient
+
+CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
+#: M tile of the grouped GEMMs over rows.
+BLOCK_M = 128
+#: What the router's kernels and 16-byte loads take.
+MAX_EXPERTS, MAX_K, ROW_BYTES = 1024, 64, 16
+
+
+class RouterOutput(NamedTuple):
+    """What the router said: ``logits`` (T, E) in the layer's dtype, differentiable; ``counts`` (E,) int32, the rows of
+    each expert."""
+
+    logits: Tensor
+    counts: Tensor
+
+
+def moe_layer(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    k: int,
+    convention: str = "topk_softmax",
+    activation: str = "swiglu",
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+) -> Tensor:
+    """out[t] = Σ_k S[t,k] · (W2[e] act(W1[e] x[t] + bias1[e]) + bias2[e]), e the k-th of the token's K experts.
+
+    Args:
+        x: (T, d).
+        w1: (E, 2n, d), gate rows then up rows; (E, n, d) for an ungated activation. Every 2n below is n there.
+        w2: (E, d, n).
+        router: (E, d).
+        k: experts for each token.
+        convention: ``topk_softmax``, ``softmax_topk`` or ``softmax_topk_renormalised`` (see `router.top_k`).
+        activation: ``swiglu``, ``geglu``, ``reglu``; ungated ``silu``, ``gelu``, ``relu2``.
+        bias1, bias2: (E, 2n) and (E, d), or None.
+
+    Returns:
+        (T, d), differentiable with respect to every tensor given.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or a width is no multiple of 16 bytes; the message names it.
+    """
+    _check_router(x, router, w1, k, convention)
+    _check_experts(x, w1, w2, bias1, bias2, activation)
+    return _moe_layer(x, w1, w2, router, bias1, bias2, k, convention, activation, False)[0]
+
+
+def moe_layer_with_router(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    k: int,
+    convention: str = "topk_softmax",
+    activation: str = "swiglu",
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+) -> tuple[Tensor, RouterOutput]:
+    """`moe_layer` and what its router said; the logits are kept, 2TE bytes more. A loss made of the logits adds its
+    gradient to the router's."""
+    _check_router(x, router, w1, k, convention)
+    _check_experts(x, w1, w2, bias1, bias2, activation)
+    out, logits, *held = _moe_layer(x, w1, w2, router, bias1, bias2, k, convention, activation, True)
+    return out, RouterOutput(logits, torch.diff(_Held(*held).expert_offsets))
+
+
+def routed_experts(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    scores: Tensor,
+    experts: Tensor,
+    token_offsets: Tensor | None = None,
+    activation: str = "swiglu",
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+) -> Tensor:
+    """The experts alone, for callers who route by themselves: out[t] = Σ_p scores[p] · expert_p(x[t]), p of token t.
+
+    Args:
+        x, w1, w2, activation, bias1, bias2: as for `moe_layer`.
+        scores: weights of the pairs: (T, K), or (P,) ordered by token.
+        experts: expert of each pair, any integer dtype, shaped as ``scores``; a token names an expert at most once.
+        token_offsets: (T+1,) first pair of each token, then P, where tokens have different numbers of pairs (none
+            included: their rows of the output are zero); None where each has P / T.
+
+    Returns:
+        (T, d), differentiable with respect to x, w1, w2, scores and the biases.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or a width is no multiple of 16 bytes; the message names it.
+    """
+    _check_experts(x, w1, w2, bias1, bias2, activation)
+    tokens = x.shape[0]
+    if scores.shape != experts.shape or scores.dim() not in (1, 2):
+        raise ValueError(
+            f"scores {tuple(scores.shape)} and experts {tuple(experts.shape)}: both must be (T, K), or (P,)"
+        )
+    if not scores.dtype.is_floating_point or experts.dtype.is_floating_point:
+        raise ValueError(f"scores are {scores.dtype} and experts {experts.dtype}; expected floats and integers")
+    if scores.dim() == 2 and scores.shape[0] != tokens:
+        raise ValueError(f"T: scores have {scores.shape[0]} rows, x has {tokens}")
+    if token_offsets is not None:
+        if tuple(token_offsets.shape) != (tokens + 1,):
+            raise ValueError(f"token_offsets has shape {tuple(token_offsets.shape)}, expected (T+1,) = ({tokens + 1},)")
+        token_offsets = token_offsets.int()
+        k = w1.shape[0]
+    else:
+        if scores.dim() == 1 and scores.shape[0] % max(tokens, 1):
+            raise ValueError(f"P = {scores.shape[0]} pairs are no multiple of T = {tokens}: give token_offsets")
+        k = scores.shape[1] if scores.dim() == 2 else scores.shape[0] // max(tokens, 1)
+        if k == 0:
+            token_offsets = experts.new_zeros(tokens + 1, dtype=torch.int32)
+    pairs = experts.reshape(-1).int()
+    return _routed_experts(x, w1, w2, scores.reshape(-1).float(), pairs, token_offsets, bias1, bias2, k, activation)[0]
+
+
+def choose_experts(x: Tensor, router: Tensor, k: int, convention: str = "topk_softmax") -> tuple[Tensor, Tensor]:
+    """(scores (T, K) fp32, experts (T, K) int32) exactly as `moe_layer` chooses them; not differentiable."""
+    with torch.no_grad(), torch.cuda.device_of(x):
+        return top_k(_logits(x, router), k, convention)
+
+
+# The algorithm.
+
+
+class _Held(NamedTuple):
+    """What the forward leaves for the backward. R = P rows; see `metadata.Routing`."""
+
+    h: Tensor  # (R, 2n)
+    row_scores: Tensor  # (R,) fp32
+    experts: Tensor  # (P,)
+    gather: Tensor  # (R,)
+    reverse: Tensor  # (P,)
+    expert_offsets: Tensor  # (E+1,)
+    tile_expert: Tensor  # (max_tiles,)
+    tile_row: Tensor  # (max_tiles,)
+    num_tiles: Tensor  # (1,)
+
+    def routing(self, k: int, token_offsets: Tensor | None = None) -> Routing:
+        return Routing(
+            gather=self.gather,
+            reverse=self.reverse,
+            token_offsets=token_offsets,
+            k=k,
+            experts=self.experts,
+            expert_offsets=self.expert_offsets,
+            tile_expert=self.tile_expert,
+            tile_row=self.tile_row,
+            num_tiles=self.num_tiles,
+            block_m=BLOCK_M,
+        )
+
+
+def _hold(h: Tensor, row_scores: Tensor, routing: Routing) -> _Held:
+    return _Held(
+        h,
+        row_scores,
+        routing.experts,
+        routing.gather,
+        routing.reverse,
+        routing.expert_offsets,
+        routing.tile_expert,
+        routing.tile_row,
+        routing.num_tiles,
+    )
+
+
+def _logits(x: Tensor, router: Tensor) -> Tensor:
+    return x @ router.T
+
+
+def _experts_forward(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    row_scores: Tensor,
+    routing: Routing,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """Steps 3 to 5: (out (T, d), h (R, 2n))."""
+    h, a = up_projection(x, w1, routing, activation, bias1)
+    y = down_projection(a, w2, routing, bias2)
+    del a
+    return aggregate(y, routing, weights=row_scores), h
+
+
+class _ExpertGradients(NamedTuple):
+    grad_x: Tensor  # (T, d)
+    grad_w1: Tensor  # (E, 2n, d)
+    grad_w2: Tensor  # (E, d, n)
+    grad_bias1: Tensor  # (E, 2n)
+    grad_bias2: Tensor  # (E, d)
+
+
+def _experts_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    h: Tensor,
+    row_scores: Tensor,
+    routing: Routing,
+    activation: str,
+    router_term: Callable[[Tensor], Tensor | None],
+    needs: list[bool],
+) -> _ExpertGradients:
+    """Steps 6 to 10.
+
+    Args:
+        router_term: called with dS (R,) fp32 in row order once it is known; returns what dX gains by the router.
+        needs: which of the gradients of x, w1, w2 are wanted; the others come back empty.
+    """
+    needs_x, needs_w1, needs_w2 = needs
+    # Each a tensor of its own, since an operator's outputs must not alias each other.
+    grad_x, grad_w1, grad_w2, grad_bias1, grad_bias2 = (x.new_empty(0) for _ in range(5))
+    # 6. dA' = dO W2, then dS, A' = S A and dH in its epilogue: neither Y nor dY is needed.
+    grad_h, scaled_a, grad_row_scores = hidden_gradient(grad_out, w2, h, row_scores, routing, activation)
+    # 7. dW2.
+    if needs_w2:
+        grad_w2 = down_weight_gradient(grad_out, scaled_a, routing)
+    del scaled_a
+    if bias1 is not None:
+        grad_bias1 = expert_sum(grad_h, routing)
+    if bias2 is not None:
+        grad_row_scores += row_products(grad_out, bias2, routing)
+        grad_bias2 = expert_sum(grad_out, routing, weights=row_scores, gathered=True)
+    base = router_term(grad_row_scores)
+    # 8. and 9. dX.
+    if needs_x:
+        grad_rows = input_gradient(grad_h, w1, routing)
+        grad_x = aggregate(grad_rows, routing, base=base)
+        del grad_rows
+    # 10. dW1.
+    if needs_w1:
+        grad_w1 = up_weight_gradient(grad_h, x, routing)
+    return _ExpertGradients(grad_x, grad_w1, grad_w2, grad_bias1, grad_bias2)
+
+
+# The layer, router inside.
+
+_HELD = (
+    "Tensor h, Tensor row_scores, Tensor experts, Tensor gather, Tensor reverse, Tensor expert_offsets, "
+    "Tensor tile_expert, Tensor tile_row, Tensor num_tiles"
+)
+_WEIGHTS = "Tensor x, Tensor w1, Tensor w2, Tensor router, Tensor? bias1, Tensor? bias2"
+_TENSORS = ", ".join(["Tensor"] * 9)
+
+
+@torch.library.custom_op(
+    "sonicmoe_triton::moe_layer",
+    mutates_args=(),
+    schema=f"({_WEIGHTS}, int k, str convention, str activation, bool keep_logits) -> (Tensor, Tensor, {_TENSORS})",
+)
+def _moe_layer(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    k: int,
+    convention: str,
+    activation: str,
+    keep_logits: bool,
+) -> tuple[Tensor, ...]:
+    """(out, logits or nothing, *held)."""
+    x = x.contiguous()
+    with torch.cuda.device_of(x):
+        # 1. Router: logits in the layer's dtype, compared and normalised in fp32.
+        logits = _logits(x, router)
+        scores, experts = top_k(logits, k, convention)
+        # 2. Routing.
+        routing = make_routing(experts, router.shape[0], BLOCK_M)
+        row_scores = to_row_order(scores, routing)
+        if not keep_logits and convention != "softmax_topk":
+            logits = logits.new_empty(0)
+        out, h = _experts_forward(x, w1, w2, bias1, bias2, row_scores, routing, activation)
+    return out, logits, *_hold(h, row_scores, routing)
+
+
+@_moe_layer.register_fake
+def _(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    k: int,
+    convention: str,
+    activation: str,
+    keep_logits: bool,
+) -> tuple[Tensor, ...]:
+    tokens, experts = x.shape[0], router.shape[0]
+    logits = x.new_empty(tokens, experts) if keep_logits or convention == "softmax_topk" else x.new_empty(0)
+    return x.new_empty(x.shape), logits, *_fake_held(x, w1, tokens * k)
+
+
+def _fake_held(x: Tensor, w1: Tensor, rows: int) -> _Held:
+    experts = w1.shape[0]
+
+    def integers(size: int) -> Tensor:
+        return x.new_empty(size, dtype=torch.int32)
+
+    tiles = rows // BLOCK_M + experts
+    return _Held(
+        x.new_empty(rows, w1.shape[1]),
+        x.new_empty(rows, dtype=torch.float32),
+        integers(rows),
+        integers(rows),
+        integers(rows),
+        integers(experts + 1),
+        integers(tiles),
+        integers(tiles),
+        integers(1),
+    )
+
+
+@torch.library.custom_op(
+    "sonicmoe_triton::moe_layer_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor? grad_logits, {_WEIGHTS}, Tensor logits, {_HELD}, int k, str convention, "
+    "str activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _moe_layer_backward(
+    grad_out: Tensor,
+    grad_logits: Tensor | None,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    logits: Tensor,
+    h: Tensor,
+    row_scores: Tensor,
+    experts: Tensor,
+    gather: Tensor,
+    reverse: Tensor,
+    expert_offsets: Tensor,
+    tile_expert: Tensor,
+    tile_row: Tensor,
+    num_tiles: Tensor,
+    k: int,
+    convention: str,
+    activation: str,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    """Gradients of x, w1, w2, router, bias1, bias2; ``needs`` says which of the first four are wanted, the others, and
+    those of biases that are None, come back empty."""
+    held = _Held(h, row_scores, experts, gather, reverse, expert_offsets, tile_expert, tile_row, num_tiles)
+    x, grad_out = x.contiguous(), grad_out.contiguous()
+    needs_x, _, _, needs_router = needs
+    grad_router = x.new_empty(0)
+
+    def router_term(grad_row_scores: Tensor) -> Tensor | None:
+        """11. dS -> dlogits -> dWr, and the router's term of dX."""
+        nonlocal grad_router
+        if not needs_x and not needs_router:
+            return None
+        total = router_backward(
+            row_scores,
+            experts.view(-1, k),
+            grad_row_scores,
+            convention,
+            logits if convention == "softmax_topk" else None,
+            router.shape[0],
+            x.dtype,
+            reverse,
+        )
+        if grad_logits is not None:
+            total += grad_logits
+        if needs_router:
+            grad_router = total.T @ x
+        return total @ router if needs_x else None
+
+    routing = held.routing(k)
+    with torch.cuda.device_of(x):
+        found = _experts_backward(
+            grad_out, x, w1, w2, bias1, bias2, h, row_scores, routing, activation, router_term, needs[:3]
+        )
+    return found.grad_x, found.grad_w1, found.grad_w2, grad_router, found.grad_bias1, found.grad_bias2
+
+
+@_moe_layer_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_logits: Tensor | None,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    needs = rest[-1]
+    return _fake_gradients((x, w1, w2, router, bias1, bias2), needs)
+
+
+def _fake_gradients(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Shapes of the gradients of four tensors, of which some are wanted, and of two biases, which may be None."""
+    x = inputs[0]
+    assert x is not None
+    return tuple(
+        x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if need else 0)
+        for tensor, need in zip(inputs, (*needs, True, True), strict=True)
+    )
+
+
+def _moe_layer_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, w1, w2, router, bias1, bias2, k, convention, activation, _ = inputs
+    _, logits, *held = output
+    if logits.dim() == 1:
+        ctx.mark_non_differentiable(logits, *held)
+    else:
+        ctx.mark_non_differentiable(*held)
+    # Without this, autograd would hand in a zero gradient of H, as large as H.
+    ctx.set_materialize_grads(False)
+    # Logits that were only asked for, the backward does not need.
+    kept = logits if convention == "softmax_topk" else x.new_empty(0)
+    ctx.save_for_backward(x, w1, w2, router, bias1, bias2, kept, *held)
+    ctx.k, ctx.convention, ctx.activation = k, convention, activation
+
+
+def _moe_layer_gradients(ctx: Any, grad_out: Tensor | None, grad_logits: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    if grad_out is None:
+        if grad_logits is None:
+            return (None,) * 10
+        grad_out = torch.zeros_like(saved[0])
+    needs = list(ctx.needs_input_grad[:4])
+    found = torch.ops.sonicmoe_triton.moe_layer_backward(
+        grad_out, grad_logits, *saved, ctx.k, ctx.convention, ctx.activation, needs
+    )
+    return *_only(found, ctx.needs_input_grad[:6]), None, None, None, None
+
+
+def _only(gradients: tuple[Tensor, ...], needed: tuple[bool, ...]) -> list[Tensor | None]:
+    return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
+
+
+_moe_layer.register_autograd(_moe_layer_gradients, setup_context=_moe_layer_setup)
+
+
+# The experts alone, routed by the caller.
+
+_ROUTED = (
+    "Tensor x, Tensor w1, Tensor w2, Tensor scores, Tensor experts, Tensor? token_offsets, Tensor? bias1, Tensor? bias2"
+)
+
+
+@torch.library.custom_op(
+    "sonicmoe_triton::routed_experts",
+    mutates_args=(),
+    # The experts are an input, which an output must not alias: the held ones leave them out.
+    schema=f"({_ROUTED}, int k, str activation) -> (Tensor, {_TENSORS.removesuffix(', Tensor')})",
+)
+def _routed_experts(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    scores: Tensor,
+    experts: Tensor,
+    token_offsets: Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    k: int,
+    activation: str,
+) -> tuple[Tensor, ...]:
+    """(out, *held without experts)."""
+    x = x.contiguous()
+    given = experts.view(-1, k) if token_offsets is None else experts
+    with torch.cuda.device_of(x):
+        routing = make_routing(given, w1.shape[0], BLOCK_M, token_offsets)
+        row_scores = to_row_order(scores, routing)
+        out, h = _experts_forward(x, w1, w2, bias1, bias2, row_scores, routing, activation)
+    _h, _scores, _experts, *others = _hold(h, row_scores, routing)
+    return out, h, row_scores, *others
+
+
+@_routed_experts.register_fake
+def _(x: Tensor, w1: Tensor, w2: Tensor, scores: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    h, row_scores, _experts, *others = _fake_held(x, w1, scores.shape[0])
+    return x.new_empty(x.shape), h, row_scores, *others
+
+
+@torch.library.custom_op(
+    "sonicmoe_triton::routed_experts_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor x, Tensor w1, Tensor w2, Tensor? token_offsets, Tensor? bias1, Tensor? bias2, "
+    f"{_HELD}, int k, str activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _routed_experts_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    token_offsets: Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    h: Tensor,
+    row_scores: Tensor,
+    experts: Tensor,
+    gather: Tensor,
+    reverse: Tensor,
+    expert_offsets: Tensor,
+    tile_expert: Tensor,
+    tile_row: Tensor,
+    num_tiles: Tensor,
+    k: int,
+    activation: str,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    """Gradients of x, w1, w2, scores, bias1, bias2; ``needs`` as in `_moe_layer_backward`."""
+    held = _Held(h, row_scores, experts, gather, reverse, expert_offsets, tile_expert, tile_row, num_tiles)
+    x, grad_out = x.contiguous(), grad_out.contiguous()
+    grad_scores = row_scores.new_empty(0)
+
+    def router_term(grad_row_scores: Tensor) -> None:
+        nonlocal grad_scores
+        if needs[3]:
+            grad_scores = grad_row_scores[reverse]
+
+    routing = held.routing(k, token_offsets)
+    with torch.cuda.device_of(x):
+        found = _experts_backward(
+            grad_out, x, w1, w2, bias1, bias2, h, row_scores, routing, activation, router_term, needs[:3]
+        )
+    return found.grad_x, found.grad_w1, found.grad_w2, grad_scores, found.grad_bias1, found.grad_bias2
+
+
+@_routed_experts_backward.register_fake
+def _(
+    grad_out: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    token_offsets: Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    h: Tensor,
+    row_scores: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    needs = rest[-1]
+    return _fake_gradients((x, w1, w2, row_scores, bias1, bias2), needs)
+
+
+def _routed_experts_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, w1, w2, _, experts, token_offsets, bias1, bias2, k, activation = inputs
+    _, h, row_scores, *rest = output
+    ctx.mark_non_differentiable(h, row_scores, *rest)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, w1, w2, token_offsets, bias1, bias2, h, row_scores, experts, *rest)
+    ctx.k, ctx.activation = k, activation
+
+
+def _routed_experts_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 10
+    needs_x, needs_w1, needs_w2, needs_scores, _, _, needs_bias1, needs_bias2, _, _ = ctx.needs_input_grad
+    needs = [needs_x, needs_w1, needs_w2, needs_scores]
+    found = torch.ops.sonicmoe_triton.routed_experts_backward(
+        grad_out, *ctx.saved_tensors, ctx.k, ctx.activation, needs
+    )
+    *four, bias1, bias2 = _only(found, (*needs, needs_bias1, needs_bias2))
+    return *four, None, None, bias1, bias2, None, None
+
+
+_routed_experts.register_autograd(_routed_experts_gradients, setup_context=_routed_experts_setup)
+
+
+# Checks.
+
+
+def _check_router(x: Tensor, router: Tensor, w1: Tensor, k: int, convention: str) -> None:
+    check_convention(convention)
+    if router.dim() != 2:
+        raise ValueError(f"router has shape {tuple(router.shape)}, expected (E, d)")
+    if router.shape[0] != w1.shape[0]:
+        raise ValueError(f"E: router has {router.shape[0]} experts, w1 has {w1.shape[0]}")
+    if router.shape[1] != x.shape[-1]:
+        raise ValueError(f"d: router has {router.shape[1]} columns, x has {x.shape[-1]}")
+    check_choice(router.shape[0], k)
+    _check_alike(x, router=router)
+
+
+def check_convention(convention: str) -> None:
+    """ValueError for an unknown router convention."""
+    if convention not in CONVENTIONS:
+        raise ValueError(f"unknown router convention {convention!r}; choose from {', '.join(CONVENTIONS)}")
+
+
+def check_choice(experts: int, k: int) -> None:
+    """ValueError where K of E experts cannot be chosen."""
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"E = {experts}: at most {MAX_EXPERTS} experts")
+    if not 1 <= k <= min(experts, MAX_K):
+        raise ValueError(f"K = {k}: must be between 1 and {min(experts, MAX_K)} for E = {experts}")
+
+
+def check_width(name: str, width: int, dtype: torch.dtype) -> None:
+    """ValueError where rows of a width are no multiple of 16 bytes."""
+    multiple = ROW_BYTES // dtype.itemsize
+    if width < 1 or width % multiple:
+        raise ValueError(f"{name} = {width}: must be a multiple of {multiple} in {dtype} (rows of {ROW_BYTES} bytes)")
+
+
+def _check_experts(
+    x: Tensor, w1: Tensor, w2: Tensor, bias1: Tensor | None, bias2: Tensor | None, activation: str
+) -> None:
+    halves = 2 if is_gated(activation) else 1
+    if x.dim() != 2 or w1.dim() != 3 or w2.dim() != 3:
+        raise ValueError(
+            f"x {tuple(x.shape)}, w1 {tuple(w1.shape)}, w2 {tuple(w2.shape)}: expected (T, d), (E, 2n, d), (E, d, n)"
+        )
+    experts, d, n = w2.shape
+    if x.shape[1] != d:
+        raise ValueError(f"d: x has {x.shape[1]} columns, w2 makes {d}")
+    if w1.shape[0] != experts:
+        raise ValueError(f"E: w1 has {w1.shape[0]} experts, w2 has {experts}")
+    if w1.shape[1] != halves * n:
+        raise ValueError(f"n: w1 has {w1.shape[1]} rows, expected {halves * n} for {activation}, as w2 takes n = {n}")
+    if w1.shape[2] != d:
+        raise ValueError(f"d: w1 takes {w1.shape[2]} columns, w2 makes {d}")
+    for name, bias, size in (("bias1", bias1, halves * n), ("bias2", bias2, d)):
+        if bias is not None and tuple(bias.shape) != (experts, size):
+            raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({experts}, {size})")
+    check_width("d", d, x.dtype)
+    check_width("n", n, x.dtype)
+    _check_alike(x, w1=w1, w2=w2, bias1=bias1, bias2=bias2)
+
+
+def _check_alike(x: Tensor, **others: Tensor | None) -> None:
+    for name, other in others.items():
+        if other is not None and (other.dtype != x.dtype or other.device != x.device):
+            raise ValueError(
+                f"{name} is {other.dtype} on {other.device}, x is {x.dtype} on {x.device}: they must agree"
+            )

@@ -1,0 +1,258 @@
+"""Routing metadata, made on the device without atomics on an order and without a host synchronisation.
+
+Pairs (token, expert) come ordered by token; rows are the same pairs sorted stably by expert. With h[b, e] the number of
+pairs of expert e in block b of consecutive pairs, a pair's row is
+
+    row = expert_offsets[e] + sum over b' < b of h[b', e] + rank among the block's own pairs of e.
+
+Four small kernels: h; its exclusive prefix over the blocks, and each expert's count; expert_offsets and the tile map;
+the rows. The last sorts each block by (expert, position): the rank is then the sorted position minus where the
+expert's run starts, at a fifth of the instructions of comparing all positions with each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Pairs of one program, at most. Longer blocks make h smaller and the sort deeper.
+PAIRS_PER_BLOCK = 512
+#: Blocks that the scan takes at once; no less than its 128 threads, for it works in place.
+SCAN_BLOCKS = 1024
+#: Tile-map entries that an expert writes at once.
+TILES_PER_STORE = 128
+MAX_EXPERTS = 1024
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Who goes where. All tensors are int32 on one device; T tokens, P = R pairs or rows, E experts.
+
+    Attributes:
+        gather: (R,), token of each row; rows are sorted by expert, within an expert by token.
+        reverse: (P,), row of each pair; pairs are ordered by token (top-K: pair t * K + k).
+        token_offsets: (T + 1,), first pair of each token; None where every token has ``k`` pairs.
+        k: pairs of each token, or an upper bound of them where ``token_offsets`` is given.
+        experts: (P,), expert of each pair.
+        expert_offsets: (E + 1,), first row of each expert.
+        tile_expert, tile_row: (max_tiles,), expert and first row of each tile of ``block_m`` rows, in row order. An
+            unused entry names the last expert and row R: a tile without rows.
+        num_tiles: (1,), how many tiles are used.
+        block_m: rows of a tile.
+    """
+
+    gather: Tensor
+    reverse: Tensor
+    token_offsets: Tensor | None
+    k: int
+    experts: Tensor
+    expert_offsets: Tensor
+    tile_expert: Tensor
+    tile_row: Tensor
+    num_tiles: Tensor
+    block_m: int = 128
+
+    @property
+    def rows(self) -> int:
+        """R, routed rows."""
+        return self.gather.numel()
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.rows // self.k if self.token_offsets is None else self.token_offsets.numel() - 1
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.expert_offsets.numel() - 1
+
+    @property
+    def max_tiles(self) -> int:
+        """R // block_m + E: what the host knows of the number of tiles."""
+        return self.tile_expert.numel()
+
+
+@triton.jit
+def _routing_count_kernel(  # type: ignore[no-untyped-def]
+    experts_ptr, block_counts_ptr, pairs, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr
+):
+    # experts (P,) -> block_counts (blocks, E)
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    live = pair < pairs
+    count = tl.histogram(tl.load(experts_ptr + pair, mask=live, other=0), E_PAD, mask=live)
+    lane = tl.arange(0, E_PAD)
+    tl.store(block_counts_ptr + block * E + lane, count, mask=lane < E)
+
+
+@triton.jit
+def _routing_scan_kernel(  # type: ignore[no-untyped-def]
+    block_counts_ptr, counts_ptr, blocks, E: tl.constexpr, CHUNK: tl.constexpr
+):
+    # One program for each expert: block_counts (blocks, E) -> its exclusive prefix over blocks; counts (E,)
+    expert = tl.program_id(0)
+    total = 0
+    for first in range(0, blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        at = block_counts_ptr + block * E + expert
+        count = tl.load(at, mask=block < blocks, other=0)
+        tl.store(at, total + tl.cumsum(count, 0) - count, mask=block < blocks)
+        total += tl.sum(count, 0)
+    tl.store(counts_ptr + expert, total)
+
+
+@triton.jit
+def _routing_tiles_kernel(  # type: ignore[no-untyped-def]
+    counts_ptr, expert_offsets_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, max_tiles,
+    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program for each expert: counts (E,) -> expert_offsets (E + 1,), tile_expert, tile_row (max_tiles,)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, E_PAD)
+    counts = tl.load(counts_ptr + lane, mask=lane < E, other=0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    all_rows = tl.sum(counts, 0)
+    all_tiles = tl.sum(tiles, 0)
+    first_row = tl.sum(tl.where(lane < expert, counts, 0), 0)
+    first_tile = tl.sum(tl.where(lane < expert, tiles, 0), 0)
+    own_tiles = tl.sum(tl.where(lane == expert, tiles, 0), 0)
+
+    tl.store(expert_offsets_ptr + expert, first_row)
+    if expert == E - 1:
+        tl.store(expert_offsets_ptr + E, all_rows)
+        tl.store(num_tiles_ptr, all_tiles)
+    for start in range(0, own_tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        tl.store(tile_expert_ptr + first_tile + tile, tl.full((BLOCK,), 0, tl.int32) + expert, mask=tile < own_tiles)
+        tl.store(tile_row_ptr + first_tile + tile, first_row + tile * BLOCK_M, mask=tile < own_tiles)
+    # At most E entries are unused (each expert's last tile is the only partial one), so one for each program.
+    unused = all_tiles + expert
+    if unused < max_tiles:
+        tl.store(tile_expert_ptr + unused, E - 1)
+        tl.store(tile_row_ptr + unused, all_rows)
+
+
+@triton.jit
+def _routing_rows_kernel(  # type: ignore[no-untyped-def]
+    experts_ptr, tokens_ptr, block_prefix_ptr, expert_offsets_ptr, gather_ptr, reverse_ptr, pairs,
+    K: tl.constexpr, GENERAL: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # experts (P,), block_prefix (blocks, E), expert_offsets (E + 1,) -> gather (R,), reverse (P,)
+    block = tl.program_id(0)
+    position = tl.arange(0, BLOCK)
+    live = block * BLOCK + position < pairs
+    expert = tl.load(experts_ptr + block * BLOCK + position, mask=live, other=0)
+
+    # first[e]: the row of the block's first pair of e, less that pair's position in the sorted block.
+    lane = tl.arange(0, E_PAD)
+    count = tl.histogram(expert, E_PAD, mask=live)
+    first = tl.load(expert_offsets_ptr + lane, mask=lane < E, other=0)
+    first += tl.load(block_prefix_ptr + block * E + lane, mask=lane < E, other=0)
+    first -= tl.cumsum(count, 0) - count
+
+    # Pairs past the end carry the largest key and stay last, so `live` holds for the sorted positions too.
+    key = tl.sort(tl.where(live, expert, E_PAD) * BLOCK + position)
+    row = position + tl.gather(first, tl.minimum(key // BLOCK, E_PAD - 1), 0)
+    pair = block * BLOCK + key % BLOCK
+    token = tl.load(tokens_ptr + pair, mask=live, other=0) if GENERAL else pair // K
+    tl.store(gather_ptr + row, token, mask=live)
+    tl.store(reverse_ptr + pair, row, mask=live)
+
+
+@triton.jit
+def _row_order_kernel(values_ptr, reverse_ptr, out_ptr, pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(reverse_ptr + pair, mask=pair < pairs, other=0)
+    tl.store(out_ptr + row, tl.load(values_ptr + pair, mask=pair < pairs), mask=pair < pairs)
+
+
+def padded_experts(num_experts: int) -> int:
+    """E as the kernels' vectors hold it: a power of two, and no fewer bins of a histogram than a warp has lanes."""
+    return max(triton.next_power_of_2(num_experts), 32)
+
+
+def make_routing(experts: Tensor, num_experts: int, block_m: int = 128, token_offsets: Tensor | None = None) -> Routing:
+    """Sort routed pairs by expert and cut each expert's rows into tiles.
+
+    Args:
+        experts: (T, K) integers in [0, E), or (P,) ordered by token with ``token_offsets``. Out-of-range values are
+            not looked for: that would take the host's attention.
+        num_experts: E <= 1024.
+        block_m: rows of a tile.
+        token_offsets: (T + 1,) integers, first pair of each token (general routing: any number of pairs, or none).
+
+    Raises:
+        ValueError: the shape does not fit the kind of routing, or E is out of range.
+    """
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"E = {num_experts} is not within 1 to {MAX_EXPERTS}")
+    if experts.dim() != (2 if token_offsets is None else 1):
+        raise ValueError(f"experts must be (T, K), or (P,) with token_offsets, not {tuple(experts.shape)}")
+    # A token chooses an expert at most once, so E bounds a token's pairs where they vary.
+    k = experts.shape[1] if token_offsets is None else num_experts
+    if k < 1:
+        raise ValueError("K = 0: every token needs a pair unless token_offsets says otherwise")
+    experts = experts.reshape(-1).to(torch.int32).contiguous()
+    if token_offsets is not None:
+        token_offsets = token_offsets.to(torch.int32).contiguous()
+    pairs = experts.numel()
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=experts.device)
+
+    max_tiles = pairs // block_m + num_experts
+    routing = Routing(
+        gather=empty(pairs),
+        reverse=empty(pairs),
+        token_offsets=token_offsets,
+        k=k,
+        experts=experts,
+        expert_offsets=empty(num_experts + 1),
+        tile_expert=empty(max_tiles),
+        tile_row=empty(max_tiles),
+        num_tiles=empty(1),
+        block_m=block_m,
+    )
+    if pairs == 0:
+        for tensor in (routing.expert_offsets, routing.tile_expert, routing.tile_row, routing.num_tiles):
+            tensor.zero_()
+        return routing
+
+    block = min(max(triton.next_power_of_2(pairs), 64), PAIRS_PER_BLOCK)
+    blocks = triton.cdiv(pairs, block)
+    padded = padded_experts(num_experts)
+    block_counts = empty(blocks, num_experts)
+    counts = empty(num_experts)
+    _routing_count_kernel[(blocks,)](experts, block_counts, pairs, num_experts, padded, block, num_warps=2)
+    _routing_scan_kernel[(num_experts,)](block_counts, counts, blocks, num_experts, SCAN_BLOCKS, num_warps=4)
+    _routing_tiles_kernel[(num_experts,)](
+        counts, routing.expert_offsets, routing.tile_expert, routing.tile_row, routing.num_tiles, max_tiles,
+        num_experts, padded, block_m, TILES_PER_STORE, num_warps=1,
+    )  # fmt: skip
+    tokens = experts  # never read where every token has K pairs
+    if token_offsets is not None:
+        pair = torch.arange(pairs, dtype=torch.int32, device=experts.device)
+        tokens = torch.searchsorted(token_offsets, pair, right=True, out_int32=True) - 1
+    _routing_rows_kernel[(blocks,)](
+        experts, tokens, block_counts, routing.expert_offsets, routing.gather, routing.reverse, pairs,
+        k, token_offsets is not None, num_experts, padded, block, num_warps=2,
+    )  # fmt: skip
+    return routing
+
+
+def to_row_order(values: Tensor, routing: Routing) -> Tensor:
+    """(R,) in row order from P values in pair order ((T, K) or (P,)): ``out[reverse[p]] = values[p]``."""
+    if values.numel() != routing.rows:
+        raise ValueError(f"{values.numel()} values for {routing.rows} pairs")
+    values = values.reshape(-1).contiguous()
+    out = torch.empty_like(values)
+    if values.numel():
+        block = 1024
+        grid = (triton.cdiv(values.numel(), block),)
+        _row_order_kernel[grid](values, routing.reverse, out, values.numel(), block)
+    return out

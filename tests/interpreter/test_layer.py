@@ -1,0 +1,472 @@
+"""The whole layer on the interpreter: against the harness's fp32 reference, and against plain autograd where the
+harness has none (biases, other activations, general routing)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.interface import DISTRIBUTIONS, LayerSpec, Point, Problem, RoutingSpec
+from harness.operations import get_operation
+from harness.problem import make_problem
+from harness.routing import expert_counts, router_scores
+from harness.shapes import MoEShape
+from implementations.sonicmoe_triton import SonicMoETriton, function
+from implementations.sonicmoe_triton.activations import ACTIVATIONS, GATED
+from implementations.sonicmoe_triton.layer import SonicMoE, load_balancing_loss
+
+SMALL = "20,32,16,4,2"
+
+
+def problem_of(
+    shape: str, dtype: str = "float32", distribution: str = "uniform", convention: str = "topk_softmax"
+) -> Problem:
+    layer, routing = LayerSpec(router_convention=convention), RoutingSpec(distribution=distribution)
+    point = Point("moe_layer", "sonicmoe_triton", MoEShape.parse(shape), dtype, layer, routing, "", "cpu")
+    return make_problem(point, "cpu")
+
+
+def check(problem: Problem) -> None:
+    result = get_operation("moe_layer").check(SonicMoETriton().build(problem), problem)
+    assert result.reason is None, result.reason
+
+
+def gradients(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def leaves_of(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+def random(*size: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(size, generator=torch.Generator().manual_seed(sum(size) + len(size)))
+
+
+# Against the harness's reference, with all gradients.
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_distributions(distribution: str) -> None:
+    check(problem_of("24,32,16,6,2", "float16", distribution))
+
+
+@pytest.mark.parametrize("convention", ["softmax_topk", "softmax_topk_renormalised"])
+def test_router_conventions(convention: str) -> None:
+    check(problem_of("20,32,16,5,3", "float32", "uniform", convention))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param("20,32,16,4,1", id="K=1"),
+        pytest.param("12,32,16,3,3", id="K=E"),
+        pytest.param("9,16,8,1,1", id="E=1"),
+        pytest.param("1,32,16,4,2", id="T=1"),
+        pytest.param("0,32,16,4,2", id="T=0"),
+        pytest.param("10,40,24,3,2", id="uneven widths"),
+    ],
+)
+def test_sizes(shape: str) -> None:
+    check(problem_of(shape))
+
+
+def test_several_tiles_for_one_expert() -> None:
+    check(problem_of("132,16,8,2,1", "float32", "one_group"))
+
+
+def test_experts_without_tokens_get_exactly_zero() -> None:
+    problem = problem_of("16,16,8,6,2", "float16", "one_group")
+    layer = SonicMoETriton().build(problem)
+    empty = expert_counts(layer.expert_indices(problem.x), 6) == 0
+    assert empty.sum() == 4
+    x = problem.x.detach().requires_grad_()
+    grads = torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+    for name, value in layer.canonical_gradients(grads[1:]).items():
+        if name != "grad_router":
+            assert not value[empty].any(), name
+            assert value[~empty].any(), name
+
+
+def test_strided_tensors_and_repetition_agree_bit_for_bit() -> None:
+    """Strides change nothing; nor does a second backward of the same forward, or another call."""
+    problem = problem_of(SMALL)
+    layer = SonicMoETriton().build(problem)
+    wide = torch.zeros(20, 64)
+    wide[:, ::2] = problem.x
+    x, strided = problem.x.detach().requires_grad_(), wide[:, ::2].requires_grad_()
+    out, again = layer.forward(x), layer.forward(strided)
+    first = torch.autograd.grad(out, [x, *layer.parameters()], problem.grad_output, retain_graph=True)
+    second = torch.autograd.grad(out, [x, *layer.parameters()], problem.grad_output)
+    tall = problem.grad_output.T.contiguous().T
+    third = torch.autograd.grad(again, [strided, *layer.parameters()], tall)
+    assert torch.equal(out, again)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    # A sum's gradient has strides zero.
+    ones = torch.ones(()).expand(20, 32)
+    expanded = torch.autograd.grad(layer.forward(x), layer.parameters(), ones)
+    dense = torch.autograd.grad(layer.forward(x), layer.parameters(), ones.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(expanded, dense, strict=True))
+
+
+def test_nan_stays_with_its_token_and_its_experts() -> None:
+    problem = problem_of("12,16,8,6,2", "float32", "one_group")
+    layer = SonicMoETriton().build(problem)
+    x = problem.x.clone()
+    x[5, 3] = float("nan")
+    touched = torch.zeros(6, dtype=torch.bool)
+    touched[layer.expert_indices(x)[5].long()] = True
+    x.requires_grad_()
+    out = layer.forward(x)
+    others = torch.arange(12) != 5
+    assert out[5].isnan().all() and out[others].isfinite().all()
+    grads = torch.autograd.grad(out, [x, *layer.parameters()], problem.grad_output)
+    assert grads[0][others].isfinite().all()
+    assert grads[1][~touched].isfinite().all() and grads[2][~touched].isfinite().all()
+
+
+# Against plain autograd.
+
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    **{"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "silu": F.silu, "gelu": F.gelu},
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def plain_experts(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    scores: Tensor,
+    experts: Tensor,
+    tokens: Tensor,
+    activation: str = "swiglu",
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+) -> Tensor:
+    """The experts pair by pair: scores, experts, tokens (P,)."""
+    h = torch.einsum("pd,phd->ph", x[tokens], w1[experts])
+    h = h if bias1 is None else h + bias1[experts]
+    gate, up = h.chunk(2, dim=1) if activation in GATED else (h, torch.ones_like(h))
+    y = torch.einsum("pn,pdn->pd", ACTIVATE[activation](gate) * up, w2[experts])
+    y = y if bias2 is None else y + bias2[experts]
+    return torch.zeros_like(x).index_add(0, tokens, scores[:, None] * y)
+
+
+def plain_layer(x: Tensor, w1: Tensor, w2: Tensor, router: Tensor, k: int, *rest: Any) -> Tensor:
+    logits = x @ router.T
+    indices = torch.topk(logits, k).indices
+    scores = router_scores(logits, indices, "topk_softmax")
+    tokens = torch.arange(x.shape[0]).repeat_interleave(k)
+    return plain_experts(x, w1, w2, scores.reshape(-1), indices.reshape(-1), tokens, *rest)
+
+
+def assert_all_close(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape
+        assert (a - b).norm() <= 1e-5 * b.norm(), i
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_and_biases(activation: str) -> None:
+    halves = 2 if activation in GATED else 1
+    d, n, experts, k = 16, 8, 3, 2
+    tensors = (random(10, d), random(experts, halves * n, d, scale=0.3), random(experts, d, n), random(experts, d))
+    biases = (random(experts, halves * n), random(experts, d))
+    grad = random(10, d) + 0.5
+    got = leaves_of(*tensors, *biases)
+    out = function.moe_layer(*got[:4], k, activation=activation, bias1=got[4], bias2=got[5])
+    want = leaves_of(*tensors, *biases)
+    assert_all_close(gradients(out, got, grad), gradients(plain_layer(*want[:4], k, activation, *want[4:]), want, grad))
+
+
+def test_routing_of_the_caller() -> None:
+    """General routing: tokens with no pair, with one and with all experts; biases, and gradients of the scores."""
+    counts = torch.tensor([2, 0, 4, 1, 0, 3])
+    experts = torch.tensor([1, 3, 0, 1, 2, 3, 3, 0, 1, 3])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    tensors = (
+        random(6, 16),
+        random(5, 16, 16, scale=0.3),
+        random(5, 16, 8),
+        random(10).abs(),
+        random(5, 16),
+        random(5, 16),
+    )
+    grad = random(6, 16) + 0.5
+    got, want = leaves_of(*tensors), leaves_of(*tensors)
+    x, w1, w2, scores, bias1, bias2 = got
+    out = function.routed_experts(x, w1, w2, scores, experts, offsets, bias1=bias1, bias2=bias2)
+    tokens = torch.arange(6).repeat_interleave(counts)
+    plain = plain_experts(*want[:4], experts, tokens, "swiglu", *want[4:])
+    found = gradients(out, got, grad)
+    assert_all_close(found, gradients(plain, want, grad))
+    assert not found[0][[1, 4]].any() and not found[1][[1, 4]].any()
+    # Expert 4 has no row.
+    assert not any(found[i][4].any() for i in (2, 3, 5, 6))
+
+
+def test_routing_of_the_caller_with_k_pairs_a_token() -> None:
+    experts = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    tensors = (random(3, 16), random(3, 16, 16), random(3, 16, 8), random(3, 2))
+    grad = random(3, 16)
+    got, want, flat = (leaves_of(*tensors) for _ in range(3))
+    found = gradients(function.routed_experts(*got, experts), got, grad)
+    tokens = torch.arange(3).repeat_interleave(2)
+    plain = plain_experts(*want[:3], want[3].reshape(-1), experts.reshape(-1), tokens)
+    assert_all_close(found, gradients(plain, want, grad))
+    out = function.routed_experts(*flat[:3], flat[3].reshape(-1), experts.reshape(-1))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(out, flat, grad), found, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_routing_without_any_pair(tokens: int) -> None:
+    x, w1, w2 = leaves_of(random(tokens, 16), random(3, 16, 16), random(3, 16, 8))
+    out = function.routed_experts(x, w1, w2, torch.empty(0), torch.empty(0, dtype=torch.int64))
+    assert out.shape == (tokens, 16)
+    assert not any(g.any() for g in gradients(out, [x, w1, w2], torch.ones(tokens, 16)))
+
+
+# What autograd, compilers and memory see.
+
+
+def small_leaves() -> list[Tensor]:
+    return leaves_of(random(6, 16), random(3, 16, 16, scale=0.3), random(3, 16, 8), random(3, 16))
+
+
+def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w1, w2, router = small_leaves()
+    grad = random(6, 16)
+    everything = torch.autograd.grad(function.moe_layer(x, w1, w2, router, 2), [x, w1, w2, router], grad)
+
+    def unwanted(*_: object, **__: object) -> Tensor:
+        raise AssertionError("a gradient that nobody asked for")
+
+    for name in ("up_weight_gradient", "down_weight_gradient"):
+        monkeypatch.setattr(function, name, unwanted)
+    frozen = function.moe_layer(x, w1.detach(), w2.detach(), router, 2)
+    got = torch.autograd.grad(frozen, [x, router], grad)
+    assert torch.equal(got[0], everything[0]) and torch.equal(got[1], everything[3])
+    with torch.no_grad():
+        assert not function.moe_layer(x, w1, w2, router, 2).requires_grad
+    monkeypatch.undo()
+    for name in ("input_gradient", "router_backward"):
+        monkeypatch.setattr(function, name, unwanted)
+    out = function.moe_layer(x.detach(), w1, w2, router.detach(), 2)
+    got = torch.autograd.grad(out, [w1, w2], grad)
+    assert torch.equal(got[0], everything[1]) and torch.equal(got[1], everything[2])
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, w1, w2, router = small_leaves()
+    (grad_x,) = torch.autograd.grad(function.moe_layer(x, w1, w2, router, 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        grad_x.sum().backward()
+
+
+def test_operators_keep_their_promises() -> None:
+    """Schema, no aliasing, fake twins that tell the same shapes; tracing of the one that is compiled nowhere else."""
+    x, w1, w2, router = small_leaves()
+    bias1, bias2 = leaves_of(random(3, 16), random(3, 16))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    op = torch.ops.sonicmoe_triton
+    torch.library.opcheck(
+        op.moe_layer.default,
+        (x, w1, w2, router, bias1, bias2, 2, "topk_softmax", "swiglu", True),
+        test_utils=tests,
+    )
+    torch.library.opcheck(
+        op.moe_layer.default,
+        (x, w1, w2, router, None, None, 2, "topk_softmax", "swiglu", False),
+        test_utils="test_faketensor",
+    )
+    experts = torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int32)
+    offsets = torch.tensor([0, 2, 2, 3, 5, 6, 6], dtype=torch.int32)
+    torch.library.opcheck(
+        op.routed_experts.default,
+        (x, w1, w2, random(6).requires_grad_(), experts, offsets, None, None, 3, "swiglu"),
+        test_utils=(*tests, "test_aot_dispatch_static"),
+    )
+
+
+@pytest.mark.parametrize("convention", ["topk_softmax", "softmax_topk"])
+def test_compiles_whole(convention: str) -> None:
+    layer = SonicMoE(16, 8, 3, 2, router_convention=convention)
+    x = random(2, 3, 16).requires_grad_()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    leaves = [x, *layer.parameters()]
+    grad = random(2, 3, 16)
+    eager = gradients(layer(x), leaves, grad)
+    assert all(torch.equal(a, b) for a, b in zip(eager, gradients(compiled(x), leaves, grad), strict=True))
+
+
+def test_compiles_with_a_loss_of_the_router_and_any_number_of_tokens() -> None:
+    layer = SonicMoE(16, 8, 3, 2)
+
+    def loss(x: Tensor) -> Tensor:
+        out, router = layer.forward_with_router(x)
+        return out.square().sum() + load_balancing_loss(router)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 7):
+        x = random(tokens, 16)
+        eager = torch.autograd.grad(loss(x), list(layer.parameters()))
+        assert_all_close(torch.autograd.grad(compiled(x), list(layer.parameters())), eager)
+
+
+class _NoHost(TorchDispatchMode):
+    """Refuses what reads values on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "bincount"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_host_synchronisation() -> None:
+    """The operators' bodies, where a mode can see what they call."""
+    x, w1, w2, router = (t.detach() for t in small_leaves())
+    bias1, bias2 = random(3, 16), random(3, 16)
+    arguments = 2, "softmax_topk", "swiglu"
+    with _NoHost(), torch.no_grad():
+        out, logits, *held = function._moe_layer._init_fn(x, w1, w2, router, bias1, bias2, *arguments, True)
+        function._moe_layer_backward._init_fn(
+            out, logits, x, w1, w2, router, bias1, bias2, logits, *held, *arguments, [True] * 4
+        )
+        experts, offsets = torch.tensor([0, 1, 2, 0], dtype=torch.int32), torch.tensor([0, 2, 2, 3, 3, 3, 4]).int()
+        function._routed_experts._init_fn(x, w1, w2, random(4), experts, offsets, None, None, 3, "swiglu")
+
+
+def held_bytes(convention: str, with_router: bool, T: int, d: int, n: int, E: int, K: int, dtype: torch.dtype) -> int:
+    """Bytes of the output and of all that autograd keeps and that was no input."""
+    x, w1, w2, router = (torch.randn(s).to(dtype).requires_grad_() for s in ((T, d), (E, 2 * n, d), (E, d, n), (E, d)))
+    inputs = {t.untyped_storage()._cdata for t in (x, w1, w2, router)}
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in inputs:
+            storages[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        if with_router:
+            out, _ = function.moe_layer_with_router(x, w1, w2, router, K, convention)
+        else:
+            out = function.moe_layer(x, w1, w2, router, K, convention)
+        note(out)
+    gc.collect()
+    assert out.requires_grad
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_held_memory_is_the_algorithms(fake: bool) -> None:
+    T, d, n, E, K = (24576, 1536, 256, 128, 8) if fake else (20, 32, 16, 4, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else torch.enable_grad():
+        held = {name: held_bytes(name, False, T, d, n, E, K, torch.float16) for name in function.CONVENTIONS}
+        # Logits that the caller got and dropped are gone.
+        assert held_bytes("topk_softmax", True, T, d, n, E, K, torch.float16) == held["topk_softmax"]
+    tiles = T * K // 128 + E
+    least = 2 * T * d + 4 * T * K * n + 16 * T * K
+    assert held["topk_softmax"] == held["softmax_topk_renormalised"] == least + 4 * (E + 1) + 8 * tiles + 4
+    assert held["softmax_topk"] == held["topk_softmax"] + 2 * T * E
+
+
+# The module.
+
+
+def test_leading_sizes_and_layouts() -> None:
+    layer = SonicMoE(16, 8, 3, 2)
+    gate, up, down = random(3, 8, 16), random(3, 8, 16) + 0.1, random(3, 16, 8)
+    layer.load_gate_up_down(gate, up, down)
+    x = random(2, 3, 16)
+    out = layer(x)
+    assert out.shape == (2, 3, 16)
+    plain = plain_layer(x.view(6, 16), torch.cat([gate, up], 1), down, layer.router.detach(), 2)
+    assert_all_close([out.detach().view(6, 16)], [plain])
+    interleaved = torch.stack([gate, up], 2).reshape(3, 16, 16)
+    for joint, layout in ((interleaved, "interleaved"), (torch.cat([gate, up], 1), "concatenated")):
+        other = SonicMoE(16, 8, 3, 2)
+        other.load_gate_up_down(joint, None, down, layout)
+        assert torch.equal(other.w1, layer.w1) and torch.equal(other.w2, layer.w2)
+    assert layer(x[0, 0]).shape == (16,)
+    ungated = SonicMoE(16, 8, 3, 2, activation="relu2")
+    ungated.load_gate_up_down(gate, None, down)
+    assert torch.equal(ungated.w1, gate)
+
+
+def test_router_output_and_its_losses() -> None:
+    layer = SonicMoE(16, 8, 4, 2, bias=True)
+    x = random(6, 16)
+    out, router = layer.forward_with_router(x)
+    assert torch.equal(out, layer(x))
+    assert torch.equal(router.logits, x @ layer.router.T)
+    assert router.counts.dtype == torch.int32 and router.counts.sum() == 12
+    loss = load_balancing_loss(router)
+    (got,) = torch.autograd.grad(loss, layer.router, retain_graph=True)
+    logits = x @ layer.router.T
+    share = expert_counts(torch.topk(logits, 2).indices, 4) / 12
+    plain = 4 * (share * torch.softmax(logits, -1).mean(0)).sum()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(got, torch.autograd.grad(plain, layer.router)[0])
+    # Both losses together: gradients add up.
+    (both,) = torch.autograd.grad(out.sum() + loss, layer.router)
+    (alone,) = torch.autograd.grad(layer(x).sum(), layer.router)
+    torch.testing.assert_close(both, alone + got)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"d": 18}, "d = 18: must be a multiple of 4"),
+        ({"n": 6}, "n = 6: must be a multiple of 4"),
+        ({"n": 12, "dtype": torch.float16}, "n = 12: must be a multiple of 8"),
+        ({"k": 4}, "K = 4: must be between 1 and 3"),
+        ({"k": 0}, "K = 0"),
+        ({"experts": 1025}, "E = 1025: at most 1024"),
+        ({"activation": "tanh"}, "unknown activation 'tanh'"),
+        ({"router_convention": "none"}, "unknown router convention 'none'"),
+    ],
+)
+def test_sizes_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SonicMoE(**{"d": 16, "n": 8, "experts": 3, "k": 2, **arguments})
+
+
+def test_tensors_that_are_refused() -> None:
+    layer = SonicMoE(16, 8, 3, 2)
+    with pytest.raises(ValueError, match=r"d: x has shape \(5, 20\), expected \(…, 16\)"):
+        layer(random(5, 20))
+    with pytest.raises(ValueError, match=r"router is torch\.float32 on cpu, x is torch\.float16"):
+        layer(random(5, 16).half())
+    gate, down = random(3, 8, 16), random(3, 16, 8)
+    with pytest.raises(ValueError, match="unknown layout 'mixed'"):
+        layer.load_gate_up_down(gate, gate, down, "mixed")
+    with pytest.raises(ValueError, match=r"up has shape \(3, 8, 8\), expected \(3, 8, 16\)"):
+        layer.load_gate_up_down(gate, gate[..., :8], down)
+    with pytest.raises(ValueError, match=r"gate has shape \(3, 8, 16\), expected \(3, 16, 16\)"):
+        layer.load_gate_up_down(gate, None, down)
+    x, w1, w2, router = (t.detach() for t in small_leaves())
+    with pytest.raises(ValueError, match="d: router has 8 columns, x has 16"):
+        function.moe_layer(x, w1, w2, router[:, :8], 2)
+    with pytest.raises(ValueError, match="E: router has 2 experts, w1 has 3"):
+        function.moe_layer(x, w1, w2, router[:2], 2)
+    with pytest.raises(ValueError, match="n: w1 has 16 rows, expected 8 for swiglu, as w2 takes n = 4"):
+        function.moe_layer(x, w1, w2[..., :4], router, 2)
+    with pytest.raises(ValueError, match="bias1 has shape"):
+        function.moe_layer(x, w1, w2, router, 2, bias1=random(3, 8))
+    experts = torch.zeros(7, dtype=torch.int32)
+    with pytest.raises(ValueError, match="P = 7 pairs are no multiple of T = 6"):
+        function.routed_experts(x, w1, w2, random(7), experts)
+    with pytest.raises(ValueError, match=r"token_offsets has shape \(3,\), expected \(T\+1,\) = \(7,\)"):
+        function.routed_experts(x, w1, w2, random(7), experts, torch.zeros(3))

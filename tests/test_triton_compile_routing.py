@@ -1,0 +1,104 @@
+"""Router, metadata and aggregation kernels compiled ahead of time for Hopper (sm_90): no GPU needed.
+
+What can be told without running: nothing spills, and the aggregation reads its rows as 16-byte vectors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from implementations.sonicmoe_triton import aggregation, metadata, router
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not built")
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+#: E, K of the paper's sweeps, of open models, and of the limits.
+ROUTINGS = [(128, 8), (256, 16), (32, 2), (8, 2), (512, 10), (100, 22), (1024, 64), (1, 1)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """registers and stack (bytes) of a thread; the PTX to count instructions in."""
+
+    registers: int
+    stack: int
+    ptx: str
+
+
+def build(kernel: Any, arguments: dict[str, str], constants: dict[str, Any], warps: int, directory: Path) -> Facts:
+    """Compile as a launch with 16-byte aligned pointers would."""
+    signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    cubin = directory / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+    return Facts(int(registers), int(stack), compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("experts", "k"), ROUTINGS)
+def test_router(experts: int, k: int, element: str, tmp_path: Path) -> None:
+    padded, block_t, warps = router._launch_shape(experts, 4 if element == "fp32" else 2)
+    sizes = {"E": experts, "K": k, "E_PAD": padded, "K_PAD": triton.next_power_of_2(k), "BLOCK_T": block_t}
+    for over_all in (False, True):
+        arguments = {"logits_ptr": f"*{element}", "scores_ptr": "*fp32", "experts_ptr": "*i32", "tokens": "i32"}
+        facts = build(router._router_top_k_kernel, arguments, {**sizes, "OVER_ALL": over_all}, warps, tmp_path)
+        assert facts.stack == 0, facts.registers
+        arguments |= {"grad_scores_ptr": "*fp32", "reverse_ptr": "*i32", "grad_logits_ptr": f"*{element}"}
+        constants = {**sizes, "OVER_ALL": over_all, "ROW_ORDER": True}
+        facts = build(router._router_backward_kernel, arguments, constants, warps, tmp_path)
+        assert facts.stack == 0, facts.registers
+
+
+@pytest.mark.parametrize("block", [64, metadata.PAIRS_PER_BLOCK])
+@pytest.mark.parametrize(("experts", "k"), ROUTINGS)
+def test_metadata(experts: int, k: int, block: int, tmp_path: Path) -> None:
+    padded = metadata.padded_experts(experts)
+    sizes = {"E": experts, "E_PAD": padded, "BLOCK": block}
+    tiles = {"E": experts, "E_PAD": padded, "BLOCK_M": 128, "BLOCK": metadata.TILES_PER_STORE}
+    cases: list[tuple[Any, dict[str, Any], int]] = [
+        (metadata._routing_count_kernel, sizes, 2),
+        (metadata._routing_scan_kernel, {"E": experts, "CHUNK": metadata.SCAN_BLOCKS}, 4),
+        (metadata._routing_tiles_kernel, tiles, 1),
+        (metadata._routing_rows_kernel, {**sizes, "K": k, "GENERAL": False}, 2),
+        (metadata._routing_rows_kernel, {**sizes, "K": experts, "GENERAL": True}, 2),
+    ]
+    for kernel, constants, warps in cases:
+        arguments = {
+            name: "*i32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names if name not in constants
+        }
+        facts = build(kernel, arguments, constants, warps, tmp_path)
+        assert facts.stack == 0, (kernel.__name__, facts.registers)
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+@pytest.mark.parametrize("d", [768, 1536, 4096, 2880, 24])
+@pytest.mark.parametrize("k", [1, 8, 10, 16, None])
+def test_aggregation(k: int | None, d: int, element: str, tmp_path: Path) -> None:
+    block_d, warps = aggregation.column_block(d, 4 if element == "fp32" else 2)
+    rows = aggregation.rows_at_once(k)
+    arguments = {name: "*i32" for name in ("reverse_ptr", "token_offsets_ptr")}
+    arguments |= {name: f"*{element}" for name in ("rows_ptr", "base_ptr", "out_ptr")} | {"weights_ptr": "*fp32"}
+    constants = {"K": k or 0, "GENERAL": k is None, "WEIGHTED": True, "D": d, "BLOCK_D": block_d, "ROWS": rows}
+    for based in (False, True):
+        facts = build(aggregation._aggregation_kernel, arguments, {**constants, "BASED": based}, warps, tmp_path)
+        assert facts.stack == 0, facts.registers
+        # Every row, the base and the output: one 16-byte access a thread each; row indices are as wide where K allows.
+        turns = 1 if k is None else -(-k // rows)
+        indices = rows // 4 if k is not None and k % 4 == 0 else 0
+        loads = len(re.findall(r"ld\.global\.v4\.b32", facts.ptx))
+        assert loads == turns * (rows + indices) + based, loads
+        assert len(re.findall(r"st\.global\.v4\.b32", facts.ptx)) == 1
