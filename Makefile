@@ -25,8 +25,10 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 baselines: $(STAMP)  ## install the baselines' packages on a GPU node, one by one; a failure is reported and stops nothing
 	@for file in $(BASELINES); do \
 	  echo "== $$file"; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r $$file \
-	    || echo "-- $$file failed; its rows will say not_installed"; \
+	  for package in $$(grep -v '^#' $$file); do \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $$package \
+	      || echo "-- $$package failed; see $$file, and until then rows that say not_installed"; \
+	  done; \
 	done
 	$(BIN)/moebench doctor
 

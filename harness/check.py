@@ -15,7 +15,7 @@ from harness.interface import DISTRIBUTIONS, DTYPES, Implementation, Point, Rout
 from harness.operations import get_operation
 from harness.points import point_to_dict
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
-from harness.registry import choices, installed_reason, load_registry
+from harness.registry import choices, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
 
 TIME_LIMIT_S = 300.0
@@ -76,10 +76,12 @@ def _check_one(
                     point = Point(
                         operation, plugin.name, shape, preferred[0], routing=routing, variant=variant, device=device
                     )
-                    refusal = get_operation(operation).unsupported_reason(point) or plugin.unsupported_reason(point)
+                    impossible = get_operation(operation).unsupported_reason(point)
+                    refused = ("unsupported", impossible) if impossible else refusal(plugin, point)
                     cells = (f"{plugin.name} {variant}".strip(), point.dtype, distribution)
-                    if refusal:
-                        table.add_row(*cells, "unsupported", escape(refusal))
+                    if refused:
+                        table.add_row(*cells, refused[0], escape(refused[1]))
+                        failed += refused[0] == "crashed"
                         continue
                     if worker is None:
                         worker = WorkerProcess()

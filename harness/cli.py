@@ -5,6 +5,8 @@ Bad input gets one line on standard error and exit code 2; a sweep in which poin
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +30,6 @@ app = typer.Typer(
 out = Console()
 EXIT_USER_ERROR = 2
 EXIT_FAILED_POINTS = 3
-EXIT_INTERRUPTED = 130
 
 Only = Annotated[list[str] | None, typer.Option("--only", help="Only this implementation (repeatable).")]
 Skip = Annotated[list[str] | None, typer.Option("--skip", help="Not this implementation (repeatable).")]
@@ -156,16 +157,45 @@ def reproduce() -> None:
     run_everything(out)
 
 
+class _Ended(BaseException):
+    """Ctrl-C, a scheduler or a closing terminal asks to stop. Typer would turn a KeyboardInterrupt into an exit
+    without a word."""
+
+
+#: The signals that asked to stop.
+_signals: list[int] = []
+
+
+def _end(number: int, _frame: object) -> None:
+    # A second one ends the process at once; its workers die with it.
+    signal.signal(number, signal.SIG_DFL)
+    _signals.append(number)
+    raise _Ended
+
+
 def main() -> None:
-    """Entry point: turns every `UserError` into one line and exit code 2."""
+    """Entry point: turns every `UserError` into one line and exit code 2, and ends tidily when told to."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        # Under nohup, say, it is ignored and stays so (None: not Python's to change).
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(number, _end)
     try:
         app()
     except UserError as error:
         print(f"moebench: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        print("moebench: interrupted; every finished row is stored, continue with --resume", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+    except BaseException:
+        # An import that a signal cut off may end in any exception.
+        if not _signals:
+            raise
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            print("moebench: interrupted; every finished row is stored, continue with --resume", file=sys.stderr)
+        sys.exit(128 + _signals[0])
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from typing import Any
 
 #: Seconds that a worker may take to import torch and the plugins.
 START_LIMIT_S = 180.0
+#: The longest wait that no signal's handler interrupts.
+WAIT_SLICE_S = 0.2
 
 
 class WorkerDied(Exception):
@@ -63,6 +65,9 @@ class WorkerProcess:
             tail = self.log_tail(lines=3)
             self.close(patience_s=0.0)
             raise WorkerStartError(f"{str(error) or 'no answer'}: {tail}") from error
+        except BaseException:  # Ctrl-C while it starts: nobody else could end it
+            self.close(patience_s=0.0)
+            raise
         self.start_s = time.perf_counter() - started
 
     def _wait_ready(self) -> None:
@@ -76,7 +81,9 @@ class WorkerProcess:
                 line, self._buffer = self._buffer.split(b"\n", 1)
                 yield json.loads(line)
             left = deadline - time.monotonic()
-            if left <= 0 or not self._selector.select(left):
+            # In slices: a signal that arrives just before the wait begins, or in another thread, does not end it, and
+            # its handler runs only between two of them.
+            if left <= 0 or not self._selector.select(min(left, WAIT_SLICE_S)):
                 if time.monotonic() >= deadline:
                     raise WorkerTimeout
                 continue

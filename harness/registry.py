@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import UserError
-from harness.interface import Implementation
+from harness.interface import DTYPES, ROUTER_CONVENTIONS, Implementation, Point
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPLEMENTATIONS = ROOT / "implementations"
@@ -208,6 +208,20 @@ def installed_reason(implementation: Implementation) -> str | None:
     return "; ".join(sentences) or None
 
 
+def refusal(implementation: Implementation, point: Point) -> tuple[str, str] | None:
+    """Why a plugin will not run a point, as (status, reason); None where it will. A plugin's own `restriction` may
+    raise or answer with something else than a sentence, which is that plugin's failure and nobody else's."""
+    try:
+        reason = implementation.unsupported_reason(point)
+    except Exception as error:  # a plugin's own code may raise anything
+        return "crashed", f"its restriction raised {_one_line(error)}"
+    if not reason:
+        return None
+    if not isinstance(reason, str):
+        return "crashed", f"its restriction returned {reason!r}, expected a sentence or None"
+    return "unsupported", reason
+
+
 def plugin_hash(implementation: Implementation | type[Implementation]) -> str:
     """SHA-256 (64 hexadecimal digits) of the plugin's source and of all local code that it imports.
 
@@ -326,7 +340,10 @@ def _add(
         if not isinstance(value, str) or not value:
             broken.append(BrokenPlugin(found_as, f"class {cls.__name__} has no {attribute}", source))
             return
-    if not _NAME.fullmatch(cls.name):
+    wrong = _wrong_declaration(cls)
+    if wrong:
+        broken.append(BrokenPlugin(found_as, f"class {cls.__name__}: {wrong}", source))
+    elif not _NAME.fullmatch(cls.name):
         reason = f"name {cls.name!r} of class {cls.__name__}: use lower-case letters, digits and underscores"
         broken.append(BrokenPlugin(found_as, reason, source))
     elif cls.name in classes:
@@ -336,6 +353,27 @@ def _add(
             broken.append(BrokenPlugin(found_as, reason, source))
     else:
         classes[cls.name] = cls
+
+
+def _wrong_declaration(cls: type[Implementation]) -> str | None:
+    """What a class says about itself that nothing could act on, one sentence; None where all of it is known."""
+    from harness.operations import OPERATIONS
+
+    for attribute, known in (
+        ("operations", tuple(OPERATIONS)),
+        ("devices", ("cuda", "cpu")),
+        ("dtypes", tuple(DTYPES)),
+        ("conventions", ROUTER_CONVENTIONS),
+    ):
+        values = getattr(cls, attribute)
+        if not isinstance(values, (tuple, list)):
+            return f"{attribute} must be a tuple of names, not {values!r}"
+        for value in values:
+            if value not in known:
+                return f"{attribute} names {value!r}; {choices(str(value), known)}"
+    if not isinstance(cls.requires, dict) or not all(isinstance(how, str) for how in cls.requires.values()):
+        return 'requires must be a dictionary, e.g. {"package": "how to get it"}'
+    return None
 
 
 def _findable(module: str) -> bool:

@@ -18,7 +18,7 @@ from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
 from harness.record import REQUIRED, SCHEMA_VERSION, RecordError, utc_now
-from harness.registry import Registry, code_hash, installed_reason
+from harness.registry import Registry, code_hash, installed_reason, refusal
 from harness.timing import TimingSettings
 
 _IDENTITY_FIELDS = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
@@ -184,9 +184,9 @@ class Runner:
                 if not implementation.fake_tensors:
                     return "unsupported", f"{implementation.label} cannot be traced under fake tensors"
             else:
-                reason = implementation.unsupported_reason(work.point)
-                if reason:
-                    return "unsupported", reason
+                refused = refusal(implementation, work.point)
+                if refused:
+                    return refused
                 if work.point.device == "cuda" and self._gpu is None:
                     return "unsupported", "this machine has no NVIDIA GPU"
             reason = installed_reason(implementation)

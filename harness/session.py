@@ -148,14 +148,16 @@ def _duration(seconds: float) -> str:
 
 
 def _print_summary(out: Console, summary: Summary, path: Path) -> None:
-    table = Table(title="Rows by implementation and status", title_justify="left")
+    table = Table()
     statuses = sorted(summary.statuses, key=lambda status: (status != "ok", status))
     table.add_column("implementation")
     for status in statuses:
         table.add_column(status, justify="right")
     for name, counts in summary.by_implementation.items():
         table.add_row(name, *(str(counts[status] or "") for status in statuses))
-    out.print(table)
+    if statuses:
+        out.print("Rows by implementation and status")
+        out.print(table)
     for title, status, reason in summary.failures:
         first = reason.splitlines()[0] if reason else ""
         colour = "red" if status in FAILED else "yellow"
@@ -184,12 +186,18 @@ def draw_figures(out: Console, results: Path | None, output: Path | None, figure
     """Draw figures from every row below ``results`` (default: the committed and the local ones)."""
     if results is not None and not results.is_dir():
         raise UserError(f"--results {results}: no such folder")
+    if output is not None and output.exists() and not output.is_dir():
+        raise UserError(f"--output {output}: is a file; name a folder")
     import plots
 
     for name in figures:
         if name not in plots.FIGURES:
             raise UserError(f"unknown figure {name!r}; choose from {', '.join(plots.FIGURES)}")
-    written, problems = plots.draw(results or RESULTS, output or RESULTS / "figures", figures or None)
+    target = output or RESULTS / "figures"
+    try:
+        written, problems = plots.draw(results or RESULTS, target, figures or None)
+    except OSError as error:
+        raise UserError(f"{error.filename or target}: cannot be written: {error.strerror or error}") from error
     for problem in problems:
         out.print(f"[yellow]ignored[/] {escape(str(problem))}", highlight=False, soft_wrap=True)
     for path in written:

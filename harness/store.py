@@ -85,7 +85,7 @@ def read(path: Path | str) -> tuple[list[Row], list[ReadProblem]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             cut = " (the writer was interrupted)" if number == len(lines) else ""
             message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             problems.append(ReadProblem(path, number, f"not a JSON object: {message}{cut}"))

@@ -49,6 +49,7 @@ implementation in the list, unknown keys and names of any kind are errors, not s
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,6 +72,7 @@ from harness.operations import OPERATIONS
 from harness.record import MODES, PASSES
 from harness.registry import ROOT, Registry, choices
 from harness.shapes import MoEShape
+from harness.timing import TimingSettings
 
 SWEEPS = ROOT / "sweeps"
 SHAPES_FILE = "shapes.toml"
@@ -305,6 +307,9 @@ class _Reader:
         head = self._table("sweep")
         self._check_keys(head, "sweep", "sweep")
         name = self._text(head.get("name", self.path.stem), "sweep.name")
+        # It names the file of the rows, which must lie in the folder asked for.
+        if "/" in name or "\0" in name or name.startswith("."):
+            self.fail("sweep.name", f"{name!r} cannot be a file's name; use letters, digits and underscores")
         if "description" not in head:
             self.fail("sweep.description", "missing; say in one sentence what the sweep is for")
         description = self._text(head["description"], "sweep.description")
@@ -376,8 +381,8 @@ class _Reader:
     def _number(self, value: Any, where: str, whole: bool, least: float) -> float:
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             self.fail(where, f"must be a {'whole ' if whole else ''}number, not {value!r}")
-        if not value >= least:
-            self.fail(where, f"must be at least {least:g}, not {value}")
+        if not value >= least or not math.isfinite(value):
+            self.fail(where, f"must be a finite number of at least {least:g}, not {value}")
         return value
 
     def _setting(self, entry: Mapping[str, Any], where: str, key: str, default: Any) -> tuple[Any, str]:
@@ -442,6 +447,10 @@ class _Reader:
         ):
             if key in table:
                 given[key] = self._number(table[key], f"defaults.{key}", whole, least)
+        # An option that the sweep leaves open has the timer's default.
+        timing = TimingSettings(**SweepOptions(**given).settings())
+        if timing.min_samples > timing.max_samples:
+            self.fail("defaults.min_samples", f"{timing.min_samples} exceeds max_samples = {timing.max_samples}")
         return SweepOptions(**given)
 
     def _passes(self, value: Any, where: str) -> tuple[str, ...]:

@@ -44,8 +44,15 @@ def die_with_parent() -> None:
 
 def describe(error: BaseException) -> str:
     """The exception as one line."""
-    text = " ".join(str(error).split())
+    # What C++ adds to a message is a stack of addresses.
+    text = " ".join(str(error).split("Exception raised from ")[0].split())
     return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
+
+
+def no_host_memory(error: BaseException) -> bool:
+    """Did the CPU's allocator refuse, or the size not fit into 64 bits? Both come as plain exceptions."""
+    text = str(error)
+    return any(part in text for part in ("DefaultCPUAllocator", "Storage size calculation overflowed"))
 
 
 def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Events) -> None:
@@ -85,7 +92,7 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
         status, reason = "out_of_memory", describe(error)
     except Exception as error:
         traceback.print_exc()
-        status, reason = "crashed", describe(error)
+        status, reason = "out_of_memory" if no_host_memory(error) else "crashed", describe(error)
         # After a CUDA error every later call in this process fails too.
         context.poisoned = context.poisoned or "CUDA error" in reason or "AcceleratorError" in reason
     # The traceback holds the layer's tensors alive until here.

@@ -1,7 +1,7 @@
 """A complete plugin to copy: `cp implementations/_template.py implementations/my_moe.py`, then change each CHANGE.
 
 Files with a leading underscore are not registered, all others are. Import only the standard library, torch and the
-harness up here; import your own package inside `build`. Then: `moebench check --only my_moe`.
+harness up here; import your own package inside `build`. Then: `moebench check my_moe`.
 """
 
 from collections.abc import Sequence

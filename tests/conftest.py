@@ -138,7 +138,7 @@ class MoeBench:
     def command(self, *arguments: object) -> list[str]:
         return [sys.executable, "-m", "harness.cli", *map(str, arguments)]
 
-    def start(self, *arguments: object) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: object, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         quiet = subprocess.DEVNULL
         return subprocess.Popen(
             self.command(*arguments),
@@ -146,7 +146,7 @@ class MoeBench:
             env=self.environment,
             stdin=quiet,
             stdout=quiet,
-            stderr=quiet,
+            stderr=stderr,
             start_new_session=True,
         )
 

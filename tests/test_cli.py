@@ -93,6 +93,15 @@ def test_an_output_that_is_a_file_or_cannot_be_made(command_line: Run, tmp_path:
     assert file.read_text() == "mine"
 
 
+def test_figures_into_a_file(command_line: Run, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    (tmp_path / "rows").mkdir()
+    assert_refused(command_line("plot", "--results", tmp_path / "rows", "--output", file), str(file), "is a file")
+    below = command_line("plot", "--results", tmp_path / "rows", "--output", file / "below")
+    assert_refused(below, "cannot be written")
+
+
 def test_unknown_commands_and_options_exit_with_2(command_line: Run) -> None:
     for arguments in (("zebra",), ("run",), ("run", "smoke", "--zebra")):
         code, out, err = command_line(*arguments)

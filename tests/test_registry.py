@@ -11,7 +11,9 @@ import pytest
 
 from harness import registry as module
 from harness.errors import UserError
-from harness.registry import code_hash, harness_hash, installed_reason, load_registry, plugin_hash
+from harness.interface import Point
+from harness.registry import code_hash, harness_hash, installed_reason, load_registry, plugin_hash, refusal
+from harness.shapes import MoEShape
 
 PLUGIN = """
 from harness.interface import Implementation
@@ -102,6 +104,39 @@ def test_broken_plugins_stop_nothing(tmp_path: Path) -> None:
         found.get("raising")
     assert found.names() == ["good"] and "instantiated" in (found.broken_reason("raising") or "")
     assert found.broken_reason("good") is None and found.broken_reason("unheard") is None
+
+
+@pytest.mark.parametrize(
+    ("declaration", "part"),
+    [
+        ('devices = "cpu"', "devices must be a tuple of names, not 'cpu'"),
+        ('devices = ("gpu",)', "devices names 'gpu'; choose from cuda, cpu"),
+        ('dtypes = ("bf16",)', "dtypes names 'bf16'; choose from bfloat16"),
+        ('operations = ("moe_lyer",)', "did you mean moe_layer?"),
+        ('conventions = ("softmax",)', "conventions names 'softmax'"),
+        ('requires = ("package",)', "requires must be a dictionary"),
+    ],
+)
+def test_a_declaration_that_nothing_could_act_on_is_broken(tmp_path: Path, declaration: str, part: str) -> None:
+    write(tmp_path / "odd.py", "odd", extra=declaration)
+    write(tmp_path / "good.py", "good")
+    found = load(tmp_path)
+    assert found.names() == ["good"] and part in reasons(found)["odd"]
+
+
+def test_a_restriction_that_fails_is_its_plugins_failure(tmp_path: Path) -> None:
+    point = Point("moe_layer", "odd", MoEShape(8, 8, 8, 4, 1), device="cpu")
+    for number, (body, expected) in enumerate(
+        [
+            ("1 / 0", ("crashed", "its restriction raised ZeroDivisionError: division by zero")),
+            ("True", ("crashed", "its restriction returned True, expected a sentence or None")),
+            ("'too small'", ("unsupported", "too small")),
+            ("None", None),
+        ]
+    ):
+        extra = f"restriction = lambda self, point: {body}"
+        write(tmp_path / f"odd{number}.py", f"odd{number}", extra=extra)
+        assert refusal(load(tmp_path).get(f"odd{number}"), point) == expected
 
 
 def test_type_checking_and_function_imports_are_allowed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -218,15 +219,18 @@ def test_a_killed_sweep_resumes_without_loss_or_doubling(moebench: MoeBench, tmp
     assert "0 jobs, 27 rows there already" in again.stdout
 
 
-def test_an_interrupt_ends_a_sweep_in_order(moebench: MoeBench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_sweep_in_order(moebench: MoeBench, tmp_path: Path, number: signal.Signals) -> None:
     sweep = write_sweep(tmp_path, "interrupted", ["fake_ok", "fake_hangs"], ["8,16,8,4,2"])
-    process = moebench.start("run", sweep, "--output", tmp_path)
+    process = moebench.start("run", sweep, "--output", tmp_path, stderr=subprocess.PIPE)
     path = tmp_path / "interrupted.jsonl"
     end = time.monotonic() + 60
     while time.monotonic() < end and not (path.exists() and path.read_bytes().count(b"\n") == 3):
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert err == b"moebench: interrupted; every finished row is stored, continue with --resume\n"
     assert wait_for_no_process(moebench.mark) == []
     assert {row["status"] for row in rows_of(path)} == {"ok"}
 

@@ -78,6 +78,15 @@ def test_problems_name_file_and_line(tmp_path: Path) -> None:
     assert "newer than this harness reads" in problems[2].message
 
 
+def test_lines_that_no_parser_survives_are_problems(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append(path, row())
+    with path.open("ab") as file:
+        file.write(b"[" * 200_000 + b"\n" + b'{"schema":' + b"9" * 9000 + b"}\n" + b"\xff\x00\n")
+    rows, problems = read(path)
+    assert len(rows) == 1 and [problem.line for problem in problems] == [2, 3, 4]
+
+
 def test_missing_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         read(tmp_path / "none.jsonl")
