@@ -20,6 +20,8 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "float16": (2e-3, 4e-3),
     "float32": (1e-4, 1e-4),
 }
+#: How many times its tensor's tolerance one token's or one expert's error may be.
+WORST_PART = 10.0
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Correctness:
     """The gate's verdict: ``reason`` is None where the layer passed, else one sentence."""
 
     errors: dict[str, float] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
     routing_differs: float | None = None
     counts: Tensor | None = None
@@ -36,10 +39,15 @@ class Correctness:
         fp32 reference's own choice. A non-finite error is written as null."""
         output, gradient = TOLERANCES[dtype]
         return {
-            "relative_l2": {k: (v if math.isfinite(v) else None) for k, v in self.errors.items()},
+            "relative_l2": _finite(self.errors),
+            "worst_token_or_expert": _finite(self.worst),
             "tolerance": {"output": output, "gradients": gradient},
             "tokens_routed_differently": self.routing_differs,
         }
+
+
+def _finite(errors: dict[str, float]) -> dict[str, float | None]:
+    return {name: (error if math.isfinite(error) else None) for name, error in errors.items()}
 
 
 @dataclass
@@ -103,6 +111,13 @@ def judge(comparison: Comparison, dtype: str) -> str | None:
         tolerance = output_tolerance if name == "output" else gradient_tolerance
         if not error <= tolerance:  # NaN fails too
             wrong.append(f"{name} {error:.3g} > {tolerance:g}")
+    if wrong:
+        return f"relative L2 error above tolerance for {dtype}: {', '.join(wrong)}"
+    for name, error in comparison.worst.items():
+        tolerance = WORST_PART * (output_tolerance if name == "output" else gradient_tolerance)
+        if not error <= tolerance:
+            part = "token" if name in ("output", "grad_x") else "expert"
+            wrong.append(f"{name} {error:.3g} > {tolerance:g} for one {part}")
     if wrong:
         return f"relative L2 error above tolerance for {dtype}: {', '.join(wrong)}"
     if comparison.nonzero_empty_experts:

@@ -412,6 +412,12 @@ def measure_ratio(
     reasons = [b.implementation.no_graph_reason for b in builts]
     reason = next((r for r in reasons if r), None if allow_graph else "a graph capture ended the process")
     compilations = CompilationCounter()
+    states: list[dict[str, Any]] = []
+
+    def observe() -> None:
+        assert context.monitor is not None
+        states.append(context.monitor.sample())
+
     if reason is None:
         context.phase("graph")
         try:
@@ -424,7 +430,7 @@ def measure_ratio(
         for index in range(2):
             calls[0](index)
             calls[1](index)
-        pairs = interleaved(calls[0], calls[1], context.settings)
+        pairs = interleaved(calls[0], calls[1], context.settings, observe=observe)
         basis = "graph"
     else:
         context.phase("profile")
@@ -443,6 +449,7 @@ def measure_ratio(
             for index, first in enumerate(pair_order(count)):
                 windowed[first](index)
                 windowed[1 - first](index)
+                observe()
 
         found = kernels_in_windows(profile(alternating), order)
         # The first pair carries the profiler's own start-up.
@@ -454,6 +461,7 @@ def measure_ratio(
         row: Row = {
             **bases[pass_],
             **common,
+            "environment": {**machine, "during_samples": clock_fields(states)},
             "timestamp": utc_now(),
             "status": "ok",
             "reason": "",

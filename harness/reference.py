@@ -43,29 +43,60 @@ class ErrorSums:
     difference: list[Tensor] = field(default_factory=list)
     reference: list[Tensor] = field(default_factory=list)
 
-    def add(self, value: Tensor, reference: Tensor) -> None:
-        self.difference.append(torch.linalg.vector_norm(value.float() - reference, dtype=torch.float32))
-        self.reference.append(torch.linalg.vector_norm(reference, dtype=torch.float32))
+    def add(self, value: Tensor, reference: Tensor, by_row: bool = False) -> None:
+        """Take in a part of the tensor; with ``by_row`` each row of it is a part of its own."""
+        dim = 1 if by_row else None
+        self.difference.append(torch.linalg.vector_norm(value.float() - reference, dim=dim).reshape(-1))
+        self.reference.append(torch.linalg.vector_norm(reference, dim=dim).reshape(-1))
 
     def relative(self) -> float:
         """NaN or infinity in any part gives NaN or infinity; a zero reference gives 0 for an exact zero, else inf."""
         if not self.difference:
             return 0.0
-        difference = float(torch.stack(self.difference).double().square().sum().sqrt())
-        reference = float(torch.stack(self.reference).double().square().sum().sqrt())
+        difference = float(torch.cat(self.difference).double().square().sum().sqrt())
+        reference = float(torch.cat(self.reference).double().square().sum().sqrt())
         if self.floor is not None and reference < (floor := float(self.floor)):
             reference = floor
         if reference == 0.0:
             return 0.0 if difference == 0.0 else float("inf")
         return difference / reference
 
+    def worst_part(self, least: float) -> float:
+        """The largest relative error of one part: a token of the output, an expert of a weight's gradient. One wrong
+        token among thousands hardly moves the error of the whole.
+
+        Args:
+            least: a part's error is measured against at least this share of the parts' root mean square.
+        """
+        if not self.difference or not sum(part.numel() for part in self.difference):
+            return 0.0
+        difference, reference = torch.cat(self.difference).double(), torch.cat(self.reference).double()
+        typical = reference.square().mean().sqrt()
+        errors = difference / torch.maximum(reference, least * typical).clamp_min(torch.finfo(torch.float64).tiny)
+        return float(errors.max())
+
+
+#: What a part's error is measured against at least, as a share of the parts' root mean square (`ErrorSums.worst_part`).
+LEAST_TOKEN, LEAST_EXPERT = 1.0, 1e-3
+
 
 @dataclass
 class Comparison:
-    """Relative L2 error by tensor, and the experts without tokens whose weight gradients are not exactly zero."""
+    """Relative L2 error by tensor; the same of the worst token or expert where a tensor has such parts; and the number
+    of experts without tokens whose weight gradients are not exactly zero."""
 
     errors: dict[str, float]
     nonzero_empty_experts: int
+    worst: dict[str, float] = field(default_factory=dict)
+
+
+def _compare(sums: dict[str, ErrorSums], nonzero_empty_experts: int) -> Comparison:
+    worst = {
+        name: sums[name].worst_part(LEAST_TOKEN if name in ("output", "grad_x") else LEAST_EXPERT)
+        for name in sums
+        if name != "grad_router"
+    }
+    return Comparison({name: s.relative() for name, s in sums.items()}, nonzero_empty_experts, worst)
 
 
 def cancellation_floor(
@@ -164,12 +195,12 @@ def compare_layer(
             ("grad_router", gradients["grad_router"], grad_logits.T @ x),
         ):
             sums[name] = ErrorSums(floor if name == "grad_router" else None)
-            sums[name].add(value, reference)
+            sums[name].add(value, reference, by_row=name != "grad_router")
         nonzero = 0
         if empty_maxima:
             # NaN != 0 counts too.
             nonzero = int((torch.stack(empty_maxima).view(-1, 3) != 0).any(1).sum())
-    return Comparison({name: s.relative() for name, s in sums.items()}, nonzero)
+    return _compare(sums, nonzero)
 
 
 def compare_dense(
@@ -199,6 +230,6 @@ def compare_dense(
             sums["grad_down"].add(gradients["grad_down"][expert], grad_y.T @ activation)
             sums["grad_gate"].add(gradients["grad_gate"][expert], grad_h_gate.T @ rows_x)
             sums["grad_up"].add(gradients["grad_up"][expert], grad_h_up.T @ rows_x)
-        sums["output"].add(output, expected)
-        sums["grad_x"].add(grad_x, expected_grad_x)
-    return Comparison({name: s.relative() for name, s in sums.items()}, 0)
+        sums["output"].add(output, expected, by_row=True)
+        sums["grad_x"].add(grad_x, expected_grad_x, by_row=True)
+    return _compare(sums, 0)

@@ -296,9 +296,14 @@ def pair_order(count: int, seed: int = 0) -> list[int]:
 
 
 def interleaved(
-    first: Callable[[int], Sample], second: Callable[[int], Sample], settings: TimingSettings, seed: int = 0
+    first: Callable[[int], Sample],
+    second: Callable[[int], Sample],
+    settings: TimingSettings,
+    seed: int = 0,
+    observe: Callable[[], None] = lambda: None,
 ) -> list[tuple[Sample, Sample]]:
-    """Pairs of samples of two layers, called in random order within each pair, on the same input set."""
+    """Pairs of samples of two layers, called in random order within each pair, on the same input set; ``observe`` is
+    called after each pair."""
     order = pair_order(settings.max_samples, seed)
     pairs: list[tuple[Sample, Sample]] = []
     start = time.perf_counter()
@@ -310,6 +315,7 @@ def interleaved(
         else:
             b = second(index)
             pairs.append((first(index), b))
+        observe()
         if len(pairs) >= settings.min_samples:
             ratios = [(a[0] + a[1]) / (b[0] + b[1]) for a, b in pairs]
             low, high = median_interval(ratios)

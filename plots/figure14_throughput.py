@@ -28,7 +28,7 @@ BOUNDS: dict[str, tuple[str, Any]] = {
 def throughput_bar(
     layers: pd.DataFrame, paper: pd.DataFrame, name: str, model: str, shape: str, direction: str, notes: style.Footnotes
 ) -> Bar:
-    """One implementation's TFLOPS (model FLOPs over device time) in one pass; a failure's reason goes to ``notes``."""
+    """One implementation's TFLOPS (model FLOPs over busy time) in one pass; a failure's reason goes to ``notes``."""
     own = layers[(layers["implementation"] == name) & (layers["shape"] == shape) & (layers["measured_on"] == "cuda")]
     this_pass = own["pass"] == direction
     # A point that failed before its passes were timed may have one row for all of them.
@@ -111,7 +111,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     with style.figure_style():
         page = style.Page(
             width=width, panels_height=10.4, legend=legend,
-            title="Throughput of one MoE layer: model FLOPs over the GPU's own time",
+            title="Throughput of one MoE layer: model FLOPs over the GPU's busy time",
             subtitle=f"{style.gpu_text(table.gpus(everything))}, bfloat16, uniform routing, top-K; whiskers: 95 % "
             f"interval of the median.{bound_text(bound_of.values())}\n{style.PAPER_NOTE} (read off Figure 14).",
             notes=notes.lines(style.characters(width)),

@@ -244,5 +244,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
         draw_bounds(right, bounds)
         right.set_ylabel("TFLOPS")
         right.set_title("Throughput, 7B, n = 256", pad=14)
-        right.text(0, 1.015, "model FLOPs over device time", transform=right.transAxes, fontsize=7.5, color=style.FAINT)
+        right.text(
+            0, 1.015, "model FLOPs over the GPU's busy time", transform=right.transAxes, fontsize=7.5, color=style.FAINT
+        )
         return style.save(figure, output, NAME)

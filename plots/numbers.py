@@ -136,10 +136,10 @@ def _bound(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
             & (rows["record"] == "measurement")
             & (rows["status"] == "ok")
             & (rows["measured_on"] == "cuda")
-            & rows["device_ms"].notna()
+            & rows["busy_ms"].notna()
         ]
         times = {
-            key: of_shape.loc[of_shape["implementation"] + of_shape["variant"] == key, "device_ms"]
+            key: of_shape.loc[of_shape["implementation"] + of_shape["variant"] == key, "busy_ms"]
             for key in (OFFICIAL, "cublas_boundgemm", "cublas_boundgemm_glue")
         }
         if all(len(found) for found in times.values()):

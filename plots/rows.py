@@ -53,13 +53,14 @@ ALIASES = {
     "megatron_core": "megatron",
 }
 
-#: Columns of a table of rows. Units: ``tflops*`` in TFLOPS, ``device_ms*`` and ``latency_ms`` in ms, ``memory_*`` in
+#: Columns of a table of rows. Units: ``tflops*`` in TFLOPS (over the busy time where the row has it),
+#: ``device_ms*``, ``busy_ms`` and ``latency_ms`` in ms, ``memory_*`` in
 #: bytes; ``*_low`` and ``*_high`` are the 95 % interval; absent numbers are NaN, absent texts "".
 COLUMNS = (
     "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
     "reason", "T", "d", "n", "E", "K", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode",
     "measured_on", "gpu", "tflops", "tflops_low", "tflops_high", "tflops_host", "tflops_hardware", "device_ms",
-    "device_ms_low", "device_ms_high", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
+    "device_ms_low", "device_ms_high", "busy_ms", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
     "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
     "value", "value_low", "value_high",
 )  # fmt: skip
@@ -100,6 +101,14 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
     sizes = {name: int(shape.get(name) or 0) for name in ("T", "d", "n", "E", "K")}
     rate, median = _number(tflops.get("device")), _number(device.get("median"))
     low, high = _interval(device.get("ci95"))
+    # Bars stand side by side, so they share one basis: `device_ms` is a graph's replay for some implementations, gaps
+    # between kernels included, and the kernels' busy time for others; the busy time is in every row measured on a GPU.
+    busy = _part(row, "busy_ms")
+    drawn = _number(busy.get("median"))
+    drawn_low, drawn_high = _interval(busy.get("ci95"))
+    if math.isnan(drawn):
+        drawn, drawn_low, drawn_high = median, low, high
+    flops = rate * median
     value_low, value_high = _interval(row.get("ci95"))
     static, held, layer_bytes = (_number(memory.get(name)) for name in ("static", "held", "layer"))
     if math.isnan(static) and row.get("measured_on") == "fake":
@@ -129,15 +138,16 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "convention": text(layer, "router_convention"),
         "mode": text(latency, "mode") or text(row, "mode") or "burst",
         "gpu": text(environment, "gpu"),
-        "tflops": rate,
+        "tflops": flops / drawn,
         # The rate's interval is the time's, turned over.
-        "tflops_low": rate * median / high,
-        "tflops_high": rate * median / low,
+        "tflops_low": flops / drawn_high,
+        "tflops_high": flops / drawn_low,
         "tflops_host": _number(tflops.get("host")),
         "tflops_hardware": _number(tflops.get("hardware")),
         "device_ms": median,
         "device_ms_low": low,
         "device_ms_high": high,
+        "busy_ms": drawn,
         "basis": text(device, "basis"),
         "latency_ms": _number(latency.get("median")),
         "memory_static": static,

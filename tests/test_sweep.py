@@ -81,7 +81,7 @@ def test_paper_layers() -> None:
     for numerator in ("scattermoe", "deepgemm", "torch_grouped_mm"):
         assert pairs.count((numerator, "sonicmoe_official")) == 12
     a_a = [ratio for ratio in sweep.ratios if ratio.is_a_a]
-    assert [str(ratio.point.shape) for ratio in a_a] == ["24576,1536,256,128,8"]
+    assert [str(ratio.point.shape) for ratio in a_a] == ["24576,1536,256,128,8", "32768,4096,1024,128,8"]
     assert all(ratio.passes == PASSES for ratio in sweep.ratios)
     assert len(sweep.fakes) == 36 and {point.shape for point in sweep.fakes} == set(paper_shapes())
     assert sweep.options.passes == PASSES and sweep.options.mode == "burst"

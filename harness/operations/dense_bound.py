@@ -56,6 +56,6 @@ class DenseBound(Operation):
             return result
         summed = problem.point.variant == "gemm_glue"
         comparison = compare_dense(problem, summed, evaluated.output, evaluated.grad_x, evaluated.gradients)
-        result.errors = comparison.errors
+        result.errors, result.worst = comparison.errors, comparison.worst
         result.reason = judge(comparison, problem.point.dtype)
         return result

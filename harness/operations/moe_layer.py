@@ -56,6 +56,6 @@ class MoELayer(Operation):
             return result
         result.counts = layer_counts(problem, indices)
         comparison = compare_layer(problem, indices, evaluated.output, evaluated.grad_x, evaluated.gradients)
-        result.errors = comparison.errors
+        result.errors, result.worst = comparison.errors, comparison.worst
         result.reason = judge(comparison, problem.point.dtype)
         return result
