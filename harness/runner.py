@@ -177,6 +177,8 @@ class Runner:
         reason = get_operation(work.point.operation).unsupported_reason(work.point)
         if reason:
             return "unsupported", reason
+        if work.kind == "ratio" and work.point.device != "cuda":
+            return "unsupported", "ratios are of device times, which only a GPU has"
         for name, implementation in zip(work.implementations, known, strict=True):
             if implementation is None:
                 return "crashed", self.registry.broken_reason(name) or f"no implementation {name}"

@@ -243,3 +243,22 @@ def test_fake_plugins_stay_out_of_the_ordinary_registry(command_line: Run, monke
     monkeypatch.delenv("MOEBENCH_PLUGINS", raising=False)
     assert not [name for name in load_registry().names() if name.startswith("fake")]
     assert len(load_registry(extra_folders=[FAKE_PLUGINS]).broken) == 2
+
+
+def test_ratios_on_a_cpu_are_refused_in_words(command_line: Run, tmp_path: Path) -> None:
+    text = """
+[sweep]
+description = "A ratio without a GPU"
+
+[[ratios]]
+numerator = "torch_loop"
+denominator = "torch_loop"
+shapes = ["8,16,8,4,2"]
+device = "cpu"
+"""
+    (tmp_path / "ratio.toml").write_text(text)
+    code, _, err = command_line("run", str(tmp_path / "ratio.toml"), "--output", str(tmp_path))
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "ratio.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["unsupported"] * 3
+    assert all("only a GPU has" in row["reason"] for row in rows)
