@@ -375,7 +375,7 @@ def _instability(compiled: int, sampled: Sequence[Samples]) -> str:
 
 
 def measure_ratio(
-    point: Point,
+    points: tuple[Point, Point],
     passes: Sequence[str],
     numerator: Implementation,
     denominator: Implementation,
@@ -383,14 +383,19 @@ def measure_ratio(
     context: Context,
     allow_graph: bool = True,
 ) -> Iterator[Row]:
-    """Ratio rows numerator / denominator of device time, the two alternating call by call on the same data."""
+    """Ratio rows numerator / denominator of device time, the two alternating call by call on the same data.
+
+    Args:
+        points: what each of them computes; they differ where the denominator is a bound, which has data of its own.
+    """
+    point = points[0]
     context.start_cuda()
     packages = tuple(dict.fromkeys([*numerator.distributions, *denominator.distributions]))
     machine = environment("cuda", packages)
     builts: list[Built] = []
     build_s = 0.0
-    for implementation in (numerator, denominator):
-        built = build_and_check(point, implementation, context)
+    for its_point, implementation in zip(points, (numerator, denominator), strict=True):
+        built = build_and_check(its_point, implementation, context)
         build_s += built.build_s
         builts.append(built)
     common: Row = {
@@ -406,8 +411,9 @@ def measure_ratio(
         for pass_ in passes:
             yield failure({**bases[pass_], **common}, "wrong_result", "; ".join(wrong))
         return
-    # Both layers see the same tensors.
-    builts[1].problems = builts[0].problems
+    if points[1].operation == point.operation:
+        # Both layers see the same tensors.
+        builts[1].problems = builts[0].problems
     assert context.evict is not None
     reasons = [b.implementation.no_graph_reason for b in builts]
     reason = next((r for r in reasons if r), None if allow_graph else "a graph capture ended the process")

@@ -88,6 +88,7 @@ Row = TypedDict(
         "denominator": str,
         "numerator_label": str,
         "denominator_label": str,
+        "denominator_variant": str,
         "time_kind": str,
         "value": float,
         "ci95": list[float],
@@ -150,6 +151,7 @@ _RATIO_NUMBERS = ("value", "ci95", "samples")
 _RATIO_ONLY = (
     "numerator",
     "denominator",
+    "denominator_variant",
     "numerator_label",
     "denominator_label",
     "time_kind",

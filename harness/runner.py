@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Work:
     point: Point
     passes: tuple[str, ...]
     denominator: str = ""
+    #: What the denominator computes, where that is not the numerator's point (a bound).
+    denominator_point: Point | None = None
 
     @property
     def implementations(self) -> tuple[str, ...]:
@@ -57,7 +59,21 @@ class Work:
     def title(self) -> str:
         text = " / ".join(self.implementations)
         variant = f" {self.point.variant}" if self.point.variant else ""
-        return f"{text}{variant} {self.point.shape}"
+        bound = f" {self.bound}" if self.bound else ""
+        return f"{text}{variant}{bound} {self.point.shape}"
+
+    @property
+    def bound(self) -> str:
+        """The denominator's variant where it computes another operation; empty where both compute the same."""
+        other = self.denominator_point
+        return other.variant if other is not None and other.operation != self.point.operation else ""
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The point of each implementation."""
+        if self.kind != "ratio":
+            return (self.point,)
+        return (self.point, self.denominator_point or replace(self.point, implementation=self.denominator))
 
 
 @dataclass
@@ -158,6 +174,8 @@ class Runner:
                 "denominator_label": labels[1],
                 "time_kind": "device",
             }
+            if work.bound:
+                base["denominator_variant"] = work.bound
         else:
             base |= {"record": "measurement", "implementation": point.implementation, "label": labels[0]}
         found = [i for i in known if i is not None]
@@ -168,25 +186,31 @@ class Runner:
         bases = {}
         for pass_ in work.passes:
             inputs = store.point_inputs(
-                point, pass_, kind=work.kind, denominator=work.denominator, settings=asdict(self.settings)
+                point,
+                pass_,
+                kind=work.kind,
+                denominator=work.denominator,
+                bound=work.bound,
+                settings=asdict(self.settings),
             )
             bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}
         return Job(work, bases, self._refusal(work, known))
 
     def _refusal(self, work: Work, known: Sequence[Implementation | None]) -> tuple[str, str] | None:
-        reason = get_operation(work.point.operation).unsupported_reason(work.point)
-        if reason:
-            return "unsupported", reason
+        for point in work.points:
+            reason = get_operation(point.operation).unsupported_reason(point)
+            if reason:
+                return "unsupported", reason
         if work.kind == "ratio" and work.point.device != "cuda":
             return "unsupported", "ratios are of device times, which only a GPU has"
-        for name, implementation in zip(work.implementations, known, strict=True):
+        for name, point, implementation in zip(work.implementations, work.points, known, strict=True):
             if implementation is None:
                 return "crashed", self.registry.broken_reason(name) or f"no implementation {name}"
             if work.kind == "fake":
                 if not implementation.fake_tensors:
                     return "unsupported", f"{implementation.label} cannot be traced under fake tensors"
             else:
-                refused = refusal(implementation, work.point)
+                refused = refusal(implementation, point)
                 if refused:
                     return refused
                 if work.point.device == "cuda" and self._gpu is None:
@@ -244,6 +268,7 @@ class Runner:
         message = {
             "kind": work.kind,
             "point": point_to_dict(work.point),
+            "denominator_point": point_to_dict(work.points[-1]),
             "passes": list(work.passes),
             "bases": {pass_: job.bases.get(pass_, {"pass": pass_}) for pass_ in work.passes},
             "settings": asdict(self.settings),

@@ -30,7 +30,9 @@ def works_of(sweep: Sweep) -> list[Work]:
     """Points, then ratios, then fake-tensor traces."""
     passes = sweep.options.passes
     works = [Work("point", point, passes) for point in sweep.points]
-    works += [Work("ratio", ratio.point, ratio.passes, ratio.denominator) for ratio in sweep.ratios]
+    works += [
+        Work("ratio", ratio.point, ratio.passes, ratio.denominator, ratio.denominator_point) for ratio in sweep.ratios
+    ]
     works += [Work("fake", point, ("forward_backward",)) for point in sweep.fakes]
     return works
 

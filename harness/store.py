@@ -169,6 +169,7 @@ _IDENTITY = (
     "implementation",
     "numerator",
     "denominator",
+    "denominator_variant",
     "time_kind",
     "shape",
     "dtype",

@@ -37,6 +37,7 @@ The format, every key optional unless marked (*)::
     operation, variants              # as above
     shapes = ["small"]               # default: those of the points of this operation
     passes = ["forward"]             # default: the sweep's
+    bound = "gemm_glue"              # the denominator is this variant of dense_bound: how far from the bound is it?
     dtype, distributions, conventions, seed, device
 
     [[fake]]                         # memory held, traced under fake tensors: any size on any machine
@@ -68,7 +69,7 @@ from harness.interface import (
     Point,
     RoutingSpec,
 )
-from harness.operations import OPERATIONS
+from harness.operations import OPERATIONS, DenseBound
 from harness.record import MODES, PASSES
 from harness.registry import ROOT, Registry, choices
 from harness.shapes import MoEShape
@@ -86,7 +87,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "sweep": ("name", "description"),
     "defaults": (*_POINT_KEYS, *_OPTION_KEYS),
     "points": ("operation", "implementations", "shapes", "variants", *_POINT_KEYS),
-    "ratios": ("numerator", "denominator", "operation", "shapes", "variants", "passes", *_POINT_KEYS),
+    "ratios": ("numerator", "denominator", "bound", "operation", "shapes", "variants", "passes", *_POINT_KEYS),
     "fake": ("operation", "implementations", "shapes", "variants", "dtype"),
 }
 
@@ -125,11 +126,15 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class RatioPoint:
-    """A ratio to measure: two implementations on the same point. ``point.implementation`` is the numerator."""
+    """A ratio to measure: two implementations on the same point. ``point.implementation`` is the numerator.
+
+    ``bound`` names the variant of `dense_bound` that the denominator computes at the same shape, in place of the same
+    operation; empty where both compute the same."""
 
     point: Point
     denominator: str
     passes: tuple[str, ...] = PASSES
+    bound: str = ""
 
     @property
     def numerator(self) -> str:
@@ -141,7 +146,8 @@ class RatioPoint:
 
     @property
     def denominator_point(self) -> Point:
-        return replace(self.point, implementation=self.denominator)
+        other = replace(self.point, implementation=self.denominator)
+        return replace(other, operation=DenseBound.name, variant=self.bound) if self.bound else other
 
     @property
     def is_a_a(self) -> bool:
@@ -565,16 +571,23 @@ class _Reader:
     ) -> list[RatioPoint]:
         operation = self._operation(entry, where)
         device, combinations = self._settings_of(entry, where)
+        bound = ""
+        if "bound" in entry:
+            bounds = self._chosen(entry["bound"], f"{where}.bound", "bound", list(DenseBound.variants))
+            if len(bounds) != 1:
+                self.fail(f"{where}.bound", "must be one variant; write another entry for the next")
+            bound = bounds[0]
         sides = []
         for side in ("numerator", "denominator"):
             if side not in entry:
                 self.fail(f"{where}.{side}", f"missing; choose from {', '.join(self.known_names)}")
             names = self._names(entry[side], f"{where}.{side}")
+            wanted = DenseBound.name if bound and side == "denominator" else operation
             for name in names:
-                self._check_offers(name, operation, f"{where}.{side}")
+                self._check_offers(name, wanted, f"{where}.{side}")
             sides.append(names)
         numerators, denominators = sides
-        variants = self._variants(entry, where, operation, [*numerators, *denominators])
+        variants = self._variants(entry, where, operation, numerators if bound else [*numerators, *denominators])
         passes = self._passes(entry["passes"], f"{where}.passes") if "passes" in entry else options.passes
         if "shapes" in entry:
             shapes = self._shapes(entry["shapes"], f"{where}.shapes")
@@ -584,10 +597,10 @@ class _Reader:
                 self.fail(f"{where}.shapes", f"missing, and no [[points]] of {operation} give any")
         found = []
         for shape, (dtype, layer, routing), top, bottom in product(shapes, combinations, numerators, denominators):
-            shared = [variant for variant in variants[top] if variant in variants[bottom]]
+            shared = [variant for variant in variants[top] if bound or variant in variants[bottom]]
             if not shared:
                 self.fail(where, f"{top} and {bottom} share no variant of {operation}")
             for variant in shared:
                 point = Point(operation, top, shape, dtype, layer, routing, variant, device)
-                found.append(RatioPoint(point, bottom, passes))
+                found.append(RatioPoint(point, bottom, passes, bound))
         return found

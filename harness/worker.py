@@ -79,7 +79,8 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             rows = trace_fake(point, plugins.get(point.implementation), bases, context)
         elif job["kind"] == "ratio":
             pair = plugins.get(job["numerator"]), plugins.get(job["denominator"])
-            rows = measure_ratio(point, passes, *pair, bases, context, job["allow_graph"])
+            points = point, point_from_dict(job["denominator_point"])
+            rows = measure_ratio(points, passes, *pair, bases, context, job["allow_graph"])
         else:
             implementation = plugins.get(point.implementation)
             rows = measure_point(point, passes, implementation, bases, context, job["allow_graph"])

@@ -284,3 +284,48 @@ def test_filters() -> None:
     ):
         with pytest.raises(UserError, match=message):
             load_sweep("paper_layers", REGISTRY, **filters)
+
+
+def test_a_ratio_over_a_bound() -> None:
+    sweep = load_sweep("paper_layers", REGISTRY)
+    bounds = [ratio for ratio in sweep.ratios if ratio.bound]
+    assert [ratio.point.shape for ratio in bounds] == paper_shapes()
+    for ratio in bounds:
+        assert (ratio.numerator, ratio.denominator, ratio.bound) == ("sonicmoe_official", "cublas_bound", "gemm_glue")
+        assert ratio.point.operation == "moe_layer" and not ratio.point.variant
+        other = ratio.denominator_point
+        assert (other.operation, other.variant, other.implementation) == ("dense_bound", "gemm_glue", "cublas_bound")
+        assert other.shape == ratio.point.shape and not ratio.is_a_a
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ('bound = "gem"', "did you mean gemm"),
+        ('bound = ["gemm", "gemm_glue"]', "one variant"),
+        ('bound = "gemm"\nnumerator = "cublas_bound"', "does not offer the operation moe_layer"),
+    ],
+)
+def test_a_bad_bound_is_refused(tmp_path: Path, line: str, part: str) -> None:
+    numerator = "" if "numerator" in line else 'numerator = "torch_loop"'
+    text = f"""
+[sweep]
+description = "x"
+
+[[ratios]]
+{numerator}
+denominator = "cublas_bound"
+shapes = ["8,16,8,4,2"]
+{line}
+"""
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(UserError, match=part):
+        load_sweep(tmp_path / "mine.toml", REGISTRY)
+
+
+def test_works_of_a_bound_know_both_points() -> None:
+    from harness.session import works_of
+
+    work = next(work for work in works_of(load_sweep("paper_layers", REGISTRY)) if work.bound)
+    assert work.points[0].operation == "moe_layer" and work.points[1].operation == "dense_bound"
+    assert work.bound == "gemm_glue" and "gemm_glue" in work.title
