@@ -120,6 +120,12 @@ class Layer(ABC):
         outside timing. None (the default): recompute as `harness.routing.choose_experts` does, in ``x``'s dtype."""
         return None
 
+    def call_once(self, problem: Problem) -> None:
+        """A forward and a backward on the problem's own data, results dropped: for a `build` whose kernels compile or
+        tune when first called."""
+        x = problem.x.detach().clone().requires_grad_()
+        torch.autograd.grad(self.forward(x), [x, *self.parameters()], problem.grad_output)
+
 
 class Implementation(ABC):
     """A plugin. The module imports only the standard library, torch and the harness at module level; its package
@@ -141,6 +147,9 @@ class Implementation(ABC):
     variants: ClassVar[dict[str, Sequence[str]]] = {}
     #: A sentence where a CUDA graph can never capture it (a host synchronisation, say); None: try.
     no_graph_reason: ClassVar[str | None] = None
+    #: Part of a kernel's name in lower case -> its role in the breakdown (router, gather, up, activation, down,
+    #: aggregation, dH, dW1, dW2, dX; grouped_gemm or dW where one name serves several); the first match wins.
+    kernel_roles: ClassVar[Sequence[tuple[str, str]]] = ()
     #: Can it run under fake tensors on the CPU (for held memory at full scale)?
     fake_tensors: ClassVar[bool] = False
 
@@ -171,6 +180,6 @@ class Implementation(ABC):
         The problem's tensors must not be modified; weights may be shared with it where the layout is canonical."""
 
     def kernel_role(self, name: str) -> str | None:
-        """The role of one of its kernels by name (router, gather, up, activation, down, aggregation, dH, dW1, dW2,
-        dX) for the breakdown; None: no role claimed."""
-        return None
+        """The role of one of its kernels by name, for the breakdown, from `kernel_roles`; None: no role claimed."""
+        lowered = name.lower()
+        return next((role for part, role in self.kernel_roles if part in lowered), None)

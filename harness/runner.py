@@ -23,6 +23,7 @@ from harness.timing import TimingSettings
 
 _IDENTITY_FIELDS = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
     "resume_key",
+    "denominator_variant",
     "numerator_label",
     "denominator_label",
 }

@@ -235,8 +235,7 @@ def build_with_glue(problem: Problem, make_layer: Callable[[Glue], Layer]) -> La
         return make_layer(Glue())
     layer = make_layer(Glue.compiled())
     try:
-        x = problem.x.detach().requires_grad_()
-        torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+        layer.call_once(problem)
         layer.notes = [*layer.notes, "glue compiled with torch.compile(dynamic=True)"]
         return layer
     except torch.OutOfMemoryError:
@@ -249,16 +248,11 @@ def build_with_glue(problem: Problem, make_layer: Callable[[Glue], Layer]) -> La
     return layer
 
 
-def kernel_role(name: str) -> str | None:
-    """The role of a GPU kernel by its name; None where the name does not tell (one GEMM kernel serves several)."""
-    lowered = name.lower()
-    roles = (
-        ("router", ("topk", "softmax", "sort", "searchsorted", "scatter")),
-        ("activation", ("sigmoid", "silu")),
-        ("aggregation", ("triton_poi_fused__to_copy_add_index_select", "triton_poi_fused_add_index_select")),
-        ("gather", ("indexselect", "index_select")),
-    )
-    for role, parts in roles:
-        if any(part in lowered for part in parts):
-            return role
-    return None
+#: `Implementation.kernel_roles` of these plugins; one GEMM kernel serves several roles and claims none.
+KERNEL_ROLES = (
+    *((part, "router") for part in ("topk", "softmax", "sort", "searchsorted", "scatter")),
+    *((part, "activation") for part in ("sigmoid", "silu")),
+    ("triton_poi_fused__to_copy_add_index_select", "aggregation"),
+    ("triton_poi_fused_add_index_select", "aggregation"),
+    *((part, "gather") for part in ("indexselect", "index_select")),
+)

@@ -145,6 +145,7 @@ class CublasBound(Implementation):
     devices = ("cuda", "cpu")
     dtypes = ("bfloat16", "float16", "float32")
     variants: ClassVar[dict[str, Sequence[str]]] = {"dense_bound": ("gemm", "gemm_glue")}
+    kernel_roles = (("bound_swiglu", "activation"), ("bound_sum_rows", "aggregation"))
 
     def restriction(self, point: Point) -> str | None:
         if point.variant not in self.variants["dense_bound"]:
@@ -153,8 +154,3 @@ class CublasBound(Implementation):
 
     def build(self, problem: Problem) -> Layer:
         return BoundLayer(problem)
-
-    def kernel_role(self, name: str) -> str | None:
-        if "bound_swiglu" in name:
-            return "activation"
-        return "aggregation" if "bound_sum_rows" in name else None

@@ -221,6 +221,10 @@ class DeepGemm(Implementation):
         "DeepGEMM's grouped GEMM over varying K needs every expert's row count on the host, so each forward "
         "synchronises with it"
     )
+    kernel_roles = (
+        ("silu", "activation"),
+        *((part, "router") for part in ("softmax", "topk", "radixsort", "sort_by_key", "bitonicsort")),
+    )
 
     def __init__(self) -> None:
         self._sizes: tuple[int, int] | None = None
@@ -243,8 +247,7 @@ class DeepGemm(Implementation):
         layer = DeepGemmLayer(problem, deep_gemm)
         # Its kernels are compiled when first called, seconds each, keyed by shape and by the tile that the number of
         # rows favours; the real data choose the tiles that will be timed.
-        x = problem.x.detach().requires_grad_()
-        torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+        layer.call_once(problem)
         if problem.x.is_cuda:
             torch.cuda.synchronize(problem.x.device)
         return layer
@@ -252,12 +255,7 @@ class DeepGemm(Implementation):
     def kernel_role(self, name: str) -> str | None:
         if "sm90_bf16_gemm_impl" in name:
             return self._gemm_role(name)
-        lowered = name.lower()
-        if "silu" in lowered:
-            return "activation"
-        if any(part in lowered for part in ("softmax", "topk", "radixsort", "sort_by_key", "bitonicsort")):
-            return "router"
-        return None
+        return super().kernel_role(name)
 
     def _gemm_role(self, name: str) -> str | None:
         """Which of the six GEMMs, by the kernel's compile-time M, N, K (0: not fixed) and the built sizes."""

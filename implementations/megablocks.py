@@ -58,6 +58,21 @@ class MegaBlocks(Implementation):
     dtypes = ("bfloat16",)  # all that grouped-gemm computes in
     conventions = ROUTER_CONVENTIONS
     no_graph_reason = "MegaBlocks copies the tokens per expert to the host in the middle of its forward"
+    #: cuBLAS' names do not tell the GEMMs apart (the
+    #: router's are among them), nor does the copy kernel's name tell the gather from the scatter.
+    kernel_roles = (
+        ("_padded_copy_wgrad", "router"),
+        ("_padded_copy", "gather"),
+        ("nvjet", "grouped_gemm"),
+        ("gemm", "grouped_gemm"),
+        ("silu", "activation"),
+        ("sum_functor", "aggregation"),
+        ("topk", "router"),
+        ("sort", "router"),
+        ("histogram", "router"),
+        ("scan", "router"),
+        ("softmax", "router"),
+    )
 
     def restriction(self, point: Point) -> str | None:
         shape = point.shape
@@ -112,26 +127,5 @@ class MegaBlocks(Implementation):
         module.router.layer.weight = torch.nn.Parameter(problem.router.detach())
         layer = MegaBlocksLayer(module, notes)
         # Its copy kernels tune themselves at their first forward and backward.
-        x = problem.x.detach().clone().requires_grad_()
-        torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+        layer.call_once(problem)
         return layer
-
-    def kernel_role(self, name: str) -> str | None:
-        return next((role for part, role in ROLES if part in name.lower()), None)
-
-
-#: Part of a kernel's name (lower case) -> role; the first match wins. cuBLAS' names do not tell the GEMMs apart (the
-#: router's are among them), nor does the copy kernel's name tell the gather from the scatter.
-ROLES = (
-    ("_padded_copy_wgrad", "router"),
-    ("_padded_copy", "gather"),
-    ("nvjet", "grouped_gemm"),
-    ("gemm", "grouped_gemm"),
-    ("silu", "activation"),
-    ("sum_functor", "aggregation"),
-    ("topk", "router"),
-    ("sort", "router"),
-    ("histogram", "router"),
-    ("scan", "router"),
-    ("softmax", "router"),
-)

@@ -57,6 +57,21 @@ class ScatterMoE(Implementation):
     dtypes = ("bfloat16", "float16")
     conventions = ("topk_softmax", "softmax_topk_renormalised")
     no_graph_reason = "ScatterMoE counts the tokens of each expert with bincount, which synchronises with the host"
+    #: One kernel computes the up- and the
+    #: down-projection, dA and dX, another dW1 and dW2: their names do not tell these apart.
+    kernel_roles = (
+        ("_scatter2scatter", "grouped_gemm"),
+        ("_groupxty", "dW"),
+        ("_group", "gather"),
+        ("silu", "activation"),
+        ("catarray", "activation"),
+        ("sum_functor", "aggregation"),
+        ("topk", "router"),
+        ("sort", "router"),
+        ("histogram", "router"),
+        ("scan", "router"),
+        ("softmax", "router"),
+    )
 
     def restriction(self, point: Point) -> str | None:
         shape = point.shape
@@ -82,26 +97,5 @@ class ScatterMoE(Implementation):
         mlp.output_experts.weight = torch.nn.Parameter(problem.down.detach())
         layer = ScatterMoELayer(mlp, problem.router.detach().clone().requires_grad_(), shape.K)
         # Its kernels and its compiled sort specialise on shapes at their first call.
-        x = problem.x.detach().clone().requires_grad_()
-        torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+        layer.call_once(problem)
         return layer
-
-    def kernel_role(self, name: str) -> str | None:
-        return next((role for part, role in ROLES if part in name.lower()), None)
-
-
-#: Part of a kernel's name (lower case) -> role; the first match wins. One kernel computes the up- and the
-#: down-projection, dA and dX, another dW1 and dW2: their names do not tell these apart.
-ROLES = (
-    ("_scatter2scatter", "grouped_gemm"),
-    ("_groupxty", "dW"),
-    ("_group", "gather"),
-    ("silu", "activation"),
-    ("catarray", "activation"),
-    ("sum_functor", "aggregation"),
-    ("topk", "router"),
-    ("sort", "router"),
-    ("histogram", "router"),
-    ("scan", "router"),
-    ("softmax", "router"),
-)

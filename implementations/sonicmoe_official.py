@@ -79,6 +79,7 @@ class SonicMoEOfficial(Implementation):
     )
     distributions = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
     conventions = tuple(CONVENTIONS)
+    kernel_roles = tuple(ROLES.items())
 
     def restriction(self, point: Point) -> str | None:
         shape = point.shape
@@ -113,8 +114,7 @@ class SonicMoEOfficial(Implementation):
         for choice in tuning.get("aggregation", ()):
             aggregation.cache[tuple(choice["key"])] = triton.Config(**choice["config"])
         aggregation.cache_results = True  # another width or K is then timed once on a machine, not in every process
-        x = problem.x.detach().clone().requires_grad_()
-        torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+        layer.call_once(problem)
 
         tuned = len(set(cache.glob("*/*.autotune.json")) - before)
         source = path if winners else "the machine's quack cache"
@@ -125,6 +125,3 @@ class SonicMoEOfficial(Implementation):
         if shape.E % 8 or shape.E > 4096 or shape.K > 16:
             layer.notes.append("top-K by torch: upstream's own kernel takes E % 8 = 0, E <= 4096 and K <= 16")
         return layer
-
-    def kernel_role(self, name: str) -> str | None:
-        return next((role for part, role in ROLES.items() if part in name.lower()), None)

@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Problem
 from implementations._torch_ops import (
+    KERNEL_ROLES,
     Glue,
     GroupedGemm,
     build_with_glue,
     grouped_mm_restriction,
-    kernel_role,
     sort_by_expert,
     to_rows,
 )
@@ -147,9 +147,7 @@ class SonicMoETorch(Implementation):
     dtypes = ("bfloat16", "float16", "float32")
     conventions = ROUTER_CONVENTIONS
     fake_tensors = True
+    kernel_roles = KERNEL_ROLES
 
     def build(self, problem: Problem) -> Layer:
         return build_with_glue(problem, lambda glue: _SonicLayer(problem, glue))
-
-    def kernel_role(self, name: str) -> str | None:
-        return kernel_role(name)

@@ -13,11 +13,11 @@ from torch.autograd.function import once_differentiable
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
 from harness.routing import router_scores
 from implementations._torch_ops import (
+    KERNEL_ROLES,
     Glue,
     build_with_glue,
     grouped_mm,
     grouped_mm_restriction,
-    kernel_role,
     sort_by_expert,
     to_rows,
 )
@@ -128,6 +128,7 @@ class TorchGroupedMM(Implementation):
     dtypes = ("bfloat16", "float16", "float32")
     conventions = ROUTER_CONVENTIONS
     fake_tensors = True
+    kernel_roles = KERNEL_ROLES
 
     def restriction(self, point: Point) -> str | None:
         if point.device == "cuda" and point.dtype != "bfloat16":
@@ -136,6 +137,3 @@ class TorchGroupedMM(Implementation):
 
     def build(self, problem: Problem) -> Layer:
         return build_with_glue(problem, lambda glue: _GroupedLayer(problem, glue))
-
-    def kernel_role(self, name: str) -> str | None:
-        return kernel_role(name)

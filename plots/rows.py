@@ -39,20 +39,9 @@ PAPER_NAMES = {
     "MegaBlocks": "megablocks",
     "MoMoE": "momoe",
     "Megatron": "megatron",
-    "DeepGEMM-pt": "deepgemm_pt",
+    "DeepGEMM-pt": "deepgemm",
     "DeepGEMM++": "deepgemm_pp",
 }
-#: Other spellings of a plugin's name under which rows may have been stored.
-ALIASES = {
-    "sonicmoe": "sonicmoe_official",
-    "sonic_moe": "sonicmoe_official",
-    "deepgemm": "deepgemm_pt",
-    "deepgemm_plus_plus": "deepgemm_pp",
-    "deepgemm_plusplus": "deepgemm_pp",
-    "deepgemmpp": "deepgemm_pp",
-    "megatron_core": "megatron",
-}
-
 #: Columns of a table of rows. Units: ``tflops*`` in TFLOPS (over the busy time where the row has it),
 #: ``device_ms*``, ``busy_ms`` and ``latency_ms`` in ms, ``memory_*`` in
 #: bytes; ``*_low`` and ``*_high`` are the 95 % interval; absent numbers are NaN, absent texts "".
@@ -121,14 +110,11 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         value = source.get(name)
         return "" if value is None else str(value)
 
-    def plugin(name: str) -> str:
-        return ALIASES.get(text(row, name), text(row, name))
-
     return {
         **{name: text(row, name) for name in ("timestamp", "sweep", "operation", "variant", "pass", "label", "reason")},
         **{name: text(row, name) for name in ("dtype", "measured_on", "time_kind")},
         **{name: text(row, name) for name in ("numerator_label", "denominator_label")},
-        **{name: plugin(name) for name in ("implementation", "numerator", "denominator")},
+        **{name: text(row, name) for name in ("implementation", "numerator", "denominator")},
         **sizes,
         "folder": folder,
         "record": text(row, "record") or "measurement",

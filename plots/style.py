@@ -34,7 +34,7 @@ KNOWN: dict[str, tuple[str, str]] = {
     "momoe": ("MoMoE", PURPLE),
     "megablocks": ("MegaBlocks", GREEN),
     "megatron": ("Megatron", YELLOW),
-    "deepgemm_pt": ("DeepGEMM-pt", VERMILLION),
+    "deepgemm": ("DeepGEMM-pt", VERMILLION),
     "deepgemm_pp": ("DeepGEMM++", "#8A3D00"),
     "torch_grouped_mm": ("torch grouped_mm", "#8C8C8C"),
     "torch_loop": ("torch loop", "#C9C9C9"),

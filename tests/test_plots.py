@@ -21,7 +21,7 @@ GPU = "NVIDIA Imaginary 100"
 #: Fractions of the paper's SonicMoE TFLOPS; the numbers are made up and stay in temporary folders.
 SPEED = {
     "sonicmoe_official": 1.25, "sonicmoe_triton": 1.2, "sonicmoe_torch": 0.3, "scattermoe": 0.5, "momoe": 0.6,
-    "megablocks": 0.45, "megatron": 0.35, "deepgemm_pt": 0.6, "deepgemm_pp": 0.9, "torch_grouped_mm": 0.4,
+    "megablocks": 0.45, "megatron": 0.35, "deepgemm": 0.6, "deepgemm_pp": 0.9, "torch_grouped_mm": 0.4,
     "torch_loop": 0.2,
 }  # fmt: skip
 _clock = itertools.count()
@@ -103,7 +103,7 @@ def everything() -> list[dict[str, Any]]:
                 rows.append(failed("out_of_memory", f"tried to allocate {n / 8} GiB with 3 GiB free", **place))
             elif name == "momoe" and n == 256:
                 rows.append(failed("unsupported", "MoMoE computes with n a multiple of 512 only", **place))
-            elif name == "deepgemm_pt" and n == 1024:
+            elif name == "deepgemm" and n == 1024:
                 rows.append(failed("crashed", "exit code -11: an illegal memory access was encountered at "
                                    "grouped_gemm.cu:214; " + "long stderr " * 30, **place))  # fmt: skip
             elif name == "torch_loop" and model == "7B":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MoeBench, marked_processes, wait_for_no_process
+from conftest import MoeBench, marked_processes, point_of, problem_of, wait_for_no_process
 
 from harness import store
 from harness.process import WorkerDied, WorkerProcess, WorkerTimeout, describe_exit
@@ -278,3 +278,61 @@ def test_exits_in_words() -> None:
     assert describe_exit(-11) == "ended by signal SIGSEGV"
     assert describe_exit(-200) == "ended by signal 200"
     assert describe_exit(3) == "exit code 3"
+
+
+@pytest.mark.parametrize("bound", ["", "gemm_glue"])
+def test_numbers_that_break_the_rules_become_a_crashed_row(tmp_path: Path, bound: str) -> None:
+    """A NaN among the times is that point's failure: the row says so and keeps what identifies it."""
+    from dataclasses import replace
+
+    from harness.environment import environment
+    from harness.points import row_fields
+    from harness.registry import load_registry
+    from harness.runner import Runner, Work
+    from harness.timing import TimingSettings
+
+    point = point_of("8,8,8,2,1", name="torch_loop")
+    other = replace(point, implementation="cublas_bound", operation="dense_bound", variant=bound)
+    work = Work("ratio", point, ("forward",), "cublas_bound", other) if bound else Work("point", point, ("forward",))
+    path = tmp_path / "rows.jsonl"
+    runner = Runner("t", [work], load_registry(), path, settings=TimingSettings(), time_limit_s=5, resume=False)
+    nan = float("nan")
+    numbers: dict[str, object] = {"latency_ms": {"median": nan, "ci95": [1.0, 2.0], "samples": 3, "mode": "burst"}}
+    if bound:
+        numbers = {"value": nan, "ci95": [1.0, 2.0], "samples": 3}
+    row = {
+        **runner.jobs[0].bases["forward"],
+        **row_fields(point),
+        **numbers,
+        "timestamp": "2026-01-31T12:00:00+00:00",
+        "status": "ok",
+        "reason": "",
+        "measured_on": "cpu",
+        "environment": environment("cpu"),
+    }
+    runner._store(row)
+    (stored,) = (json.loads(line) for line in path.read_text().splitlines())
+    assert stored["status"] == "crashed" and "breaks the rules" in stored["reason"]
+    assert stored["resume_key"] == row["resume_key"] and stored.get("denominator_variant", "") == bound
+    assert runner.summary.failed == 1
+
+
+def test_a_plugins_kernel_roles_and_its_one_call() -> None:
+    from harness.interface import Implementation
+    from harness.registry import load_registry
+
+    class Roles(Implementation):
+        name = label = upstream = licence = "roles"
+        kernel_roles = (("gemm_up", "up"), ("gemm", "down"))
+
+        def build(self, problem: object) -> object:  # type: ignore[override]
+            raise NotImplementedError
+
+    role = Roles().kernel_role
+    assert [role(name) for name in ("void GEMM_Up<1>", "gemm_7", "copy")] == ["up", "down", None]
+    problem = problem_of("8,8,8,2,1", name="torch_loop")
+    layer = load_registry().get("torch_loop").build(problem)
+    before = problem.x.clone()
+    layer.call_once(problem)
+    assert (problem.x == before).all() and not problem.x.requires_grad
+    assert all(parameter.grad is None for parameter in layer.parameters())

@@ -83,6 +83,19 @@ class SonicMoETriton(Implementation):
     # It traces, and holds what it should; but a trace does not see the temporaries inside an operator, so that the peak
     # of a fake row would be too small.
     fake_tensors = False
+    #: Part of a kernel's name -> its role; more specific parts first.
+    kernel_roles = (
+        ("up_projection", "up"),
+        ("down_projection", "down"),
+        ("hidden_gradient", "dH"),
+        ("up_weight_gradient", "dW1"),
+        ("down_weight_gradient", "dW2"),
+        ("input_gradient", "dX"),
+        ("_aggregation_", "aggregation"),
+        ("_router_", "router"),
+        ("_routing_", "router"),
+        ("_row_order_", "router"),
+    )
 
     def restriction(self, point: Point) -> str | None:
         shape = point.shape
@@ -100,24 +113,5 @@ class SonicMoETriton(Implementation):
         layer = _TritonLayer(problem)
         if problem.x.device.type == "cuda" and not is_fake(problem.x) and problem.shape.T:
             # One call of each pass compiles every kernel.
-            x = problem.x.detach().requires_grad_()
-            torch.autograd.grad(layer.forward(x), [x, *layer.parameters()], problem.grad_output)
+            layer.call_once(problem)
         return layer
-
-    def kernel_role(self, name: str) -> str | None:
-        return next((role for part, role in _ROLES if part in name), None)
-
-
-#: Part of a kernel's name -> its role; more specific parts first.
-_ROLES: tuple[tuple[str, str], ...] = (
-    ("up_projection", "up"),
-    ("down_projection", "down"),
-    ("hidden_gradient", "dH"),
-    ("up_weight_gradient", "dW1"),
-    ("down_weight_gradient", "dW2"),
-    ("input_gradient", "dX"),
-    ("_aggregation_", "aggregation"),
-    ("_router_", "router"),
-    ("_routing_", "router"),
-    ("_row_order_", "router"),
-)

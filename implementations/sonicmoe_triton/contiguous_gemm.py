@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.rows import locate
 from implementations.sonicmoe_triton.tiles import Tile
 
 
@@ -59,9 +60,7 @@ def down_projection_kernel(  # type: ignore[no-untyped-def]
     for tile in tl.range(tl.program_id(0), tl.load(num_tiles) * COLUMN_TILES, PROGRAMS, flatten=FLATTEN):
         row_tile = tile // COLUMN_TILES
         column = tile % COLUMN_TILES * BN
-        expert = tl.load(tile_expert + row_tile)
-        first = tl.load(tile_row + row_tile)
-        inside = tl.arange(0, BM) < tl.load(expert_offsets + expert + 1) - first
+        expert, first, inside = locate(tile_expert, tile_row, expert_offsets, row_tile, BM)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, N, BK):
             w_step = w2.load([expert, column, k]).reshape(BN, BK)
@@ -95,9 +94,7 @@ def input_gradient_kernel(  # type: ignore[no-untyped-def]
     for tile in tl.range(tl.program_id(0), tl.load(num_tiles) * COLUMN_TILES, PROGRAMS, flatten=FLATTEN):
         row_tile = tile // COLUMN_TILES
         column = tile % COLUMN_TILES * BN
-        expert = tl.load(tile_expert + row_tile)
-        first = tl.load(tile_row + row_tile)
-        inside = tl.arange(0, BM) < tl.load(expert_offsets + expert + 1) - first
+        expert, first, inside = locate(tile_expert, tile_row, expert_offsets, row_tile, BM)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
             w_step = w1.load([expert, k, column]).reshape(BK, BN)
@@ -127,28 +124,19 @@ def down_projection(
         return y
     tile = tile or tiles.choose(tiles.DOWN_PROJECTION, d, n, a.element_size(), routing.block_m)
     tiles.check_block_m(tile, routing.block_m)
-    grid, stride = tiles.programs(tile, routing.max_tiles * triton.cdiv(d, tile.block_n), a.device)
+    grid, options = tiles.launch(tile, routing.max_tiles * triton.cdiv(d, tile.block_n), a)
     with torch.cuda.device_of(a):
         down_projection_kernel[(grid,)](
             TensorDescriptor.from_tensor(tiles.dense(a), [tile.block_m, tile.block_k]),
             TensorDescriptor.from_tensor(tiles.dense(w2), [1, tile.block_n, tile.block_k]),
             y if bias2 is None else bias2.contiguous(),
             y,
-            routing.tile_expert,
-            routing.tile_row,
-            routing.expert_offsets,
-            routing.num_tiles,
+            *routing.row_tiles,
             D=d,
             N=n,
             HAS_BIAS=bias2 is not None,
-            PRECISION=tiles.precision(a.dtype),
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
-            PROGRAMS=stride,
             FLATTEN=tile.flatten,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **options,
         )
     return y
 
@@ -173,25 +161,16 @@ def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, tile: Tile | No
         return grad_rows
     tile = tile or tiles.choose(tiles.INPUT_GRADIENT, d, hidden, grad_h.element_size(), routing.block_m)
     tiles.check_block_m(tile, routing.block_m)
-    grid, stride = tiles.programs(tile, routing.max_tiles * triton.cdiv(d, tile.block_n), grad_h.device)
+    grid, options = tiles.launch(tile, routing.max_tiles * triton.cdiv(d, tile.block_n), grad_h)
     with torch.cuda.device_of(grad_h):
         input_gradient_kernel[(grid,)](
             TensorDescriptor.from_tensor(tiles.dense(grad_h), [tile.block_m, tile.block_k]),
             TensorDescriptor.from_tensor(tiles.dense(w1), [1, tile.block_k, tile.block_n]),
             grad_rows,
-            routing.tile_expert,
-            routing.tile_row,
-            routing.expert_offsets,
-            routing.num_tiles,
+            *routing.row_tiles,
             D=d,
             K=hidden,
-            PRECISION=tiles.precision(grad_h.dtype),
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
-            PROGRAMS=stride,
             FLATTEN=tile.flatten,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **options,
         )
     return grad_rows

@@ -200,19 +200,21 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
     return x @ router.T
 
 
+class _Parameters(NamedTuple):
+    """The experts' own, shaped as for `moe_layer`."""
+
+    w1: Tensor
+    w2: Tensor
+    bias1: Tensor | None
+    bias2: Tensor | None
+
+
 def _experts_forward(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    row_scores: Tensor,
-    routing: Routing,
-    activation: str,
+    x: Tensor, parameters: _Parameters, row_scores: Tensor, routing: Routing, activation: str
 ) -> tuple[Tensor, Tensor]:
     """Steps 3 to 5: (out (T, d), h (R, 2n))."""
-    h, a = up_projection(x, w1, routing, activation, bias1)
-    y = down_projection(a, w2, routing, bias2)
+    h, a = up_projection(x, parameters.w1, routing, activation, parameters.bias1)
+    y = down_projection(a, parameters.w2, routing, parameters.bias2)
     del a
     return aggregate(y, routing, weights=row_scores), h
 
@@ -228,12 +230,8 @@ class _ExpertGradients(NamedTuple):
 def _experts_backward(
     grad_out: Tensor,
     x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    h: Tensor,
-    row_scores: Tensor,
+    parameters: _Parameters,
+    held: _Held,
     routing: Routing,
     activation: str,
     router_term: Callable[[Tensor], Tensor | None],
@@ -245,11 +243,12 @@ def _experts_backward(
         router_term: called with dS (R,) fp32 in row order once it is known; returns what dX gains by the router.
         needs: which of the gradients of x, w1, w2 are wanted; the others come back empty.
     """
+    w1, w2, bias1, bias2 = parameters
     needs_x, needs_w1, needs_w2 = needs
     # Each a tensor of its own, since an operator's outputs must not alias each other.
     grad_x, grad_w1, grad_w2, grad_bias1, grad_bias2 = (x.new_empty(0) for _ in range(5))
     # 6. dA' = dO W2, then dS, A' = S A and dH in its epilogue: neither Y nor dY is needed.
-    grad_h, scaled_a, grad_row_scores = hidden_gradient(grad_out, w2, h, row_scores, routing, activation)
+    grad_h, scaled_a, grad_row_scores = hidden_gradient(grad_out, w2, held.h, held.row_scores, routing, activation)
     # 7. dW2.
     if needs_w2:
         grad_w2 = down_weight_gradient(grad_out, scaled_a, routing)
@@ -258,7 +257,7 @@ def _experts_backward(
         grad_bias1 = expert_sum(grad_h, routing)
     if bias2 is not None:
         grad_row_scores += row_products(grad_out, bias2, routing)
-        grad_bias2 = expert_sum(grad_out, routing, weights=row_scores, gathered=True)
+        grad_bias2 = expert_sum(grad_out, routing, weights=held.row_scores, gathered=True)
     base = router_term(grad_row_scores)
     # 8. and 9. dX.
     if needs_x:
@@ -309,23 +308,13 @@ def _moe_layer(
         row_scores = to_row_order(scores, routing)
         if not keep_logits and convention != "softmax_topk":
             logits = logits.new_empty(0)
-        out, h = _experts_forward(x, w1, w2, bias1, bias2, row_scores, routing, activation)
+        out, h = _experts_forward(x, _Parameters(w1, w2, bias1, bias2), row_scores, routing, activation)
     return out, logits, *_hold(h, row_scores, routing)
 
 
 @_moe_layer.register_fake
-def _(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    router: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    k: int,
-    convention: str,
-    activation: str,
-    keep_logits: bool,
-) -> tuple[Tensor, ...]:
+def _(x: Tensor, w1: Tensor, _w2: Tensor, router: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _bias1, _bias2, k, convention, _activation, keep_logits = rest
     tokens, experts = x.shape[0], router.shape[0]
     logits = x.new_empty(tokens, experts) if keep_logits or convention == "softmax_topk" else x.new_empty(0)
     return x.new_empty(x.shape), logits, *_fake_held(x, w1, tokens * k)
@@ -367,23 +356,12 @@ def _moe_layer_backward(
     bias1: Tensor | None,
     bias2: Tensor | None,
     logits: Tensor,
-    h: Tensor,
-    row_scores: Tensor,
-    experts: Tensor,
-    gather: Tensor,
-    reverse: Tensor,
-    expert_offsets: Tensor,
-    tile_expert: Tensor,
-    tile_row: Tensor,
-    num_tiles: Tensor,
-    k: int,
-    convention: str,
-    activation: str,
-    needs: list[bool],
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, w1, w2, router, bias1, bias2; ``needs`` says which of the first four are wanted, the others, and
     those of biases that are None, come back empty."""
-    held = _Held(h, row_scores, experts, gather, reverse, expert_offsets, tile_expert, tile_row, num_tiles)
+    *tensors, k, convention, activation, needs = rest
+    held = _Held(*tensors)
     x, grad_out = x.contiguous(), grad_out.contiguous()
     needs_x, _, _, needs_router = needs
     grad_router = x.new_empty(0)
@@ -394,14 +372,14 @@ def _moe_layer_backward(
         if not needs_x and not needs_router:
             return None
         total = router_backward(
-            row_scores,
-            experts.view(-1, k),
+            held.row_scores,
+            held.experts.view(-1, k),
             grad_row_scores,
             convention,
             logits if convention == "softmax_topk" else None,
             router.shape[0],
             x.dtype,
-            reverse,
+            held.reverse,
         )
         if grad_logits is not None:
             total += grad_logits
@@ -412,25 +390,14 @@ def _moe_layer_backward(
     routing = held.routing(k)
     with torch.cuda.device_of(x):
         found = _experts_backward(
-            grad_out, x, w1, w2, bias1, bias2, h, row_scores, routing, activation, router_term, needs[:3]
+            grad_out, x, _Parameters(w1, w2, bias1, bias2), held, routing, activation, router_term, needs[:3]
         )
     return found.grad_x, found.grad_w1, found.grad_w2, grad_router, found.grad_bias1, found.grad_bias2
 
 
 @_moe_layer_backward.register_fake
-def _(
-    grad_out: Tensor,
-    grad_logits: Tensor | None,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    router: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    needs = rest[-1]
-    return _fake_gradients((x, w1, w2, router, bias1, bias2), needs)
+def _(_grad_out: Tensor, _grad_logits: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    return _fake_gradients(rest[:6], needs=rest[-1])
 
 
 def _fake_gradients(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -509,7 +476,7 @@ def _routed_experts(
     with torch.cuda.device_of(x):
         routing = make_routing(given, w1.shape[0], BLOCK_M, token_offsets)
         row_scores = to_row_order(scores, routing)
-        out, h = _experts_forward(x, w1, w2, bias1, bias2, row_scores, routing, activation)
+        out, h = _experts_forward(x, _Parameters(w1, w2, bias1, bias2), row_scores, routing, activation)
     _h, _scores, _experts, *others = _hold(h, row_scores, routing)
     return out, h, row_scores, *others
 
@@ -534,52 +501,33 @@ def _routed_experts_backward(
     token_offsets: Tensor | None,
     bias1: Tensor | None,
     bias2: Tensor | None,
-    h: Tensor,
-    row_scores: Tensor,
-    experts: Tensor,
-    gather: Tensor,
-    reverse: Tensor,
-    expert_offsets: Tensor,
-    tile_expert: Tensor,
-    tile_row: Tensor,
-    num_tiles: Tensor,
-    k: int,
-    activation: str,
-    needs: list[bool],
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, w1, w2, scores, bias1, bias2; ``needs`` as in `_moe_layer_backward`."""
-    held = _Held(h, row_scores, experts, gather, reverse, expert_offsets, tile_expert, tile_row, num_tiles)
+    *tensors, k, activation, needs = rest
+    held = _Held(*tensors)
     x, grad_out = x.contiguous(), grad_out.contiguous()
-    grad_scores = row_scores.new_empty(0)
+    grad_scores = held.row_scores.new_empty(0)
 
     def router_term(grad_row_scores: Tensor) -> None:
         nonlocal grad_scores
         if needs[3]:
-            grad_scores = grad_row_scores[reverse]
+            grad_scores = grad_row_scores[held.reverse]
 
     routing = held.routing(k, token_offsets)
     with torch.cuda.device_of(x):
         found = _experts_backward(
-            grad_out, x, w1, w2, bias1, bias2, h, row_scores, routing, activation, router_term, needs[:3]
+            grad_out, x, _Parameters(w1, w2, bias1, bias2), held, routing, activation, router_term, needs[:3]
         )
     return found.grad_x, found.grad_w1, found.grad_w2, grad_scores, found.grad_bias1, found.grad_bias2
 
 
 @_routed_experts_backward.register_fake
 def _(
-    grad_out: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    token_offsets: Tensor | None,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    h: Tensor,
-    row_scores: Tensor,
-    *rest: Any,
+    _grad_out: Tensor, x: Tensor, w1: Tensor, w2: Tensor, _token_offsets: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    needs = rest[-1]
-    return _fake_gradients((x, w1, w2, row_scores, bias1, bias2), needs)
+    bias1, bias2, _h, row_scores = rest[:4]
+    return _fake_gradients((x, w1, w2, row_scores, bias1, bias2), needs=rest[-1])
 
 
 def _routed_experts_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import activation_backward, is_gated
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.rows import gathered, load_step, locate
 from implementations.sonicmoe_triton.tiles import Tile
 
 #: Columns of the epilogue's slices.
@@ -139,20 +140,14 @@ def hidden_gradient_kernel(  # type: ignore[no-untyped-def]
         row_tile = tile // COLUMN_TILES
         column_tile = tile % COLUMN_TILES
         column = column_tile * BN
-        expert = tl.load(tile_expert + row_tile)
-        first = tl.load(tile_row + row_tile)
-        rows = tl.arange(0, BM)
-        inside = rows < tl.load(expert_offsets + expert + 1) - first
-        token = tl.load(gather + first + rows, mask=inside, other=0)
-        out_row = grad_out + token[:, None].to(tl.int64) * D + tl.arange(0, BK)[None, :]
+        expert, first, inside = locate(tile_expert, tile_row, expert_offsets, row_tile, BM)
+        out_rows = gathered(grad_out, gather, first, inside, D, BM, BK)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, D, BK):
-            if D % BK == 0:
-                out_step = tl.load(out_row + k)
-            else:
-                out_step = tl.load(out_row + k, mask=(k + tl.arange(0, BK) < D)[None, :], other=0.0)
-            acc = tl.dot(out_step, w2.load([expert, k, column]).reshape(BK, BN), acc, input_precision=PRECISION)
+            w_step = w2.load([expert, k, column]).reshape(BK, BN)
+            acc = tl.dot(load_step(out_rows, k, D, BK), w_step, acc, input_precision=PRECISION)
 
+        rows = tl.arange(0, BM)
         score = tl.load(row_scores + first + rows, mask=inside, other=0.0)
         start = first.to(tl.int64)
         h_tile = h + start * (HALVES * N)
@@ -215,7 +210,7 @@ def hidden_gradient(
     tiles.check_block_m(tile, routing.block_m)
     column_tiles = triton.cdiv(n, tile.block_n)
     partial_scores = torch.empty(column_tiles, rows, dtype=torch.float32, device=device)
-    grid, stride = tiles.programs(tile, routing.max_tiles * column_tiles, device)
+    grid, options = tiles.launch(tile, routing.max_tiles * column_tiles, grad_out)
     with torch.cuda.device_of(grad_out):
         hidden_gradient_kernel[(grid,)](
             grad_out.contiguous(),
@@ -226,23 +221,14 @@ def hidden_gradient(
             scaled_a,
             partial_scores,
             routing.gather,
-            routing.tile_expert,
-            routing.tile_row,
-            routing.expert_offsets,
-            routing.num_tiles,
+            *routing.row_tiles,
             rows,
             D=d,
             N=n,
             HALVES=halves,
             ACTIVATION=activation,
-            PRECISION=tiles.precision(dtype),
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
             SLICE=SLICE,
-            PROGRAMS=stride,
             FLATTEN=tile.flatten,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **options,
         )
     return grad_h, scaled_a, partial_scores[0] if column_tiles == 1 else partial_scores.sum(0)

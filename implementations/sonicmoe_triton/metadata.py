@@ -72,6 +72,11 @@ class Routing:
         return self.expert_offsets.numel() - 1
 
     @property
+    def row_tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a kernel over tiles of rows is given."""
+        return self.tile_expert, self.tile_row, self.expert_offsets, self.num_tiles
+
+    @property
     def max_tiles(self) -> int:
         """R // block_m + E: what the host knows of the number of tiles."""
         return self.tile_expert.numel()

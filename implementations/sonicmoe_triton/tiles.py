@@ -1,12 +1,13 @@
 """Which tile each grouped GEMM uses, over how many programs, and what all six demand of their tensors.
 
-Measured choices stand in a table; every other shape gets them narrowed to its widths. NOTES.md says what was measured.
+Choices stand in a table; every other shape gets them narrowed to its widths. NOTES.md says what they rest on.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -49,7 +50,7 @@ class Tile:
 _WIDE = Tile(128, 256, 64, warps=8, stages=4)
 _WIDE_FLATTENED = Tile(128, 256, 64, warps=8, stages=3, flatten=True)
 
-#: Choices for 2-byte dtypes where no measured shape says otherwise.
+#: Choices for 2-byte dtypes where `_TUNED` says nothing else.
 _DEFAULT = {
     UP_PROJECTION: _WIDE,
     DOWN_PROJECTION: _WIDE_FLATTENED,
@@ -62,8 +63,8 @@ _DEFAULT = {
     DOWN_WEIGHT_GRADIENT: Tile(128, 256, 32, warps=8, stages=7),
 }
 
-#: (kernel, d, n, bytes of an element) -> the best measured tile, where it differs from the default.
-_MEASURED = {
+#: (kernel, d, n, bytes of an element) -> the tile to take in place of the default.
+_TUNED = {
     (HIDDEN_GRADIENT, 4096, 1024, 2): Tile(128, 256, 64, warps=8, stages=3, flatten=True),
 }
 
@@ -81,7 +82,7 @@ def choose(kernel: str, d: int, n: int, element_size: int, block_m: int = 128, h
     Raises:
         KeyError: unknown kernel.
     """
-    tile = _MEASURED.get((kernel, d, n, element_size), _DEFAULT[kernel])
+    tile = _TUNED.get((kernel, d, n, element_size), _DEFAULT[kernel])
     rows, columns, steps = {
         UP_PROJECTION: (None, halves * n, d),
         DOWN_PROJECTION: (None, d, n),
@@ -115,6 +116,23 @@ def programs(tile: Tile, tiles: int, device: torch.device) -> tuple[int, int]:
     compile-time constant without a new compilation for every number of rows."""
     stride = _multiprocessors(device) * tile.programs
     return min(stride, tiles), stride
+
+
+def launch(tile: Tile, tiles: int, like: Tensor) -> tuple[int, dict[str, Any]]:
+    """(grid, the keyword arguments that all six kernels take) of a persistent launch over at most ``tiles`` tiles.
+
+    Args:
+        like: a tensor of the operands' dtype and device."""
+    grid, stride = programs(tile, tiles, like.device)
+    return grid, {
+        "PRECISION": precision(like.dtype),
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "BK": tile.block_k,
+        "PROGRAMS": stride,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import activate, is_gated
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.rows import gathered, load_step, locate
 from implementations.sonicmoe_triton.tiles import Tile
 
 
@@ -53,22 +54,14 @@ def up_projection_kernel(  # type: ignore[no-untyped-def]
     for tile in tl.range(tl.program_id(0), tl.load(num_tiles) * COLUMN_TILES, PROGRAMS, flatten=FLATTEN):
         row_tile = tile // COLUMN_TILES
         column = tile % COLUMN_TILES * UNITS
-        expert = tl.load(tile_expert + row_tile)
-        first = tl.load(tile_row + row_tile)
-        rows = tl.arange(0, BM)
-        inside = rows < tl.load(expert_offsets + expert + 1) - first
-        # Rows past the expert's end compute token 0 and are not stored: a mask here would cost one on every load.
-        token = tl.load(gather + first + rows, mask=inside, other=0)
-        x_row = x + token[:, None].to(tl.int64) * D + tl.arange(0, BK)[None, :]
+        expert, first, inside = locate(tile_expert, tile_row, expert_offsets, row_tile, BM)
+        x_rows = gathered(x, gather, first, inside, D, BM, BK)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, D, BK):
-            if D % BK == 0:
-                x_step = tl.load(x_row + k)
-            else:
-                x_step = tl.load(x_row + k, mask=(k + tl.arange(0, BK) < D)[None, :], other=0.0)
             w_step = w1.load([expert * HALVES, column, k]).reshape(BN, BK)
-            acc = tl.dot(x_step, w_step.T, acc, input_precision=PRECISION)
+            acc = tl.dot(load_step(x_rows, k, D, BK), w_step.T, acc, input_precision=PRECISION)
 
+        rows = tl.arange(0, BM)
         columns = column + tl.arange(0, UNITS)
         bias = bias1 + expert.to(tl.int64) * (HALVES * N) + columns
         # A 64-bit base for the tile and 32-bit offsets within it: 64-bit pointers for a whole tile spill.
@@ -122,7 +115,7 @@ def up_projection(
     tile = tile or tiles.choose(tiles.UP_PROJECTION, d, n, x.element_size(), routing.block_m, halves)
     tiles.check_block_m(tile, routing.block_m)
     units = tile.block_n // halves
-    grid, stride = tiles.programs(tile, routing.max_tiles * triton.cdiv(n, units), x.device)
+    grid, options = tiles.launch(tile, routing.max_tiles * triton.cdiv(n, units), x)
     w1_boxes = TensorDescriptor.from_tensor(tiles.dense(w1).view(halves * experts, n, d), [halves, units, tile.block_k])
     with torch.cuda.device_of(x):
         up_projection_kernel[(grid,)](
@@ -132,22 +125,13 @@ def up_projection(
             h,
             a,
             routing.gather,
-            routing.tile_expert,
-            routing.tile_row,
-            routing.expert_offsets,
-            routing.num_tiles,
+            *routing.row_tiles,
             D=d,
             N=n,
             HALVES=halves,
             ACTIVATION=activation,
             HAS_BIAS=bias1 is not None,
-            PRECISION=tiles.precision(x.dtype),
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
-            PROGRAMS=stride,
             FLATTEN=tile.flatten,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **options,
         )
     return h, a

@@ -36,6 +36,14 @@ def _gathered(x, token, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):  # 
 
 
 @triton.jit
+def _rows_of(expert, expert_offsets, BK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(first, tail, end) of an expert's rows: whole steps of BK from first to tail, what is left from there to end."""
+    first = tl.load(expert_offsets + expert)
+    end = tl.load(expert_offsets + expert + 1)
+    return first, first + (end - first) // BK * BK, end
+
+
+@triton.jit
 def up_weight_gradient_kernel(  # type: ignore[no-untyped-def]
     grad_h,  # descriptor of (R, M), box (BK, BM)
     x,  # (T, D)
@@ -58,9 +66,7 @@ def up_weight_gradient_kernel(  # type: ignore[no-untyped-def]
         expert = tile // TILES
         unit = tile % TILES // COLUMN_TILES * BM
         column = tile % COLUMN_TILES * BN
-        first = tl.load(expert_offsets + expert)
-        end = tl.load(expert_offsets + expert + 1)
-        tail = first + (end - first) // BK * BK
+        first, tail, end = _rows_of(expert, expert_offsets, BK)
         acc = tl.zeros((BM, BN), tl.float32)
         for row in range(first, tail, BK):
             token = tl.load(gather + row + steps)
@@ -98,9 +104,7 @@ def down_weight_gradient_kernel(  # type: ignore[no-untyped-def]
         expert = tile // TILES
         unit = tile % TILES // COLUMN_TILES * BM
         column = tile % COLUMN_TILES * BN
-        first = tl.load(expert_offsets + expert)
-        end = tl.load(expert_offsets + expert + 1)
-        tail = first + (end - first) // BK * BK
+        first, tail, end = _rows_of(expert, expert_offsets, BK)
         acc = tl.zeros((BM, BN), tl.float32)
         for row in range(first, tail, BK):
             token = tl.load(gather + row + steps)
@@ -133,7 +137,7 @@ def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing, tile: Tile |
     grad_w1 = torch.empty(experts, hidden, d, dtype=x.dtype, device=x.device)
     tile = tile or tiles.choose(tiles.UP_WEIGHT_GRADIENT, d, hidden, x.element_size())
     count = experts * triton.cdiv(hidden, tile.block_m) * triton.cdiv(d, tile.block_n)
-    grid, stride = tiles.programs(tile, count, x.device)
+    grid, options = tiles.launch(tile, count, x)
     with torch.cuda.device_of(x):
         up_weight_gradient_kernel[(grid,)](
             TensorDescriptor.from_tensor(tiles.dense(grad_h), [tile.block_k, tile.block_m]),
@@ -144,13 +148,7 @@ def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing, tile: Tile |
             E=experts,
             M=hidden,
             D=d,
-            PRECISION=tiles.precision(x.dtype),
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
-            PROGRAMS=stride,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **options,
         )
     return grad_w1
 
@@ -173,7 +171,7 @@ def down_weight_gradient(grad_out: Tensor, scaled_a: Tensor, routing: Routing, t
     grad_w2 = torch.empty(experts, d, n, dtype=dtype, device=device)
     tile = tile or tiles.choose(tiles.DOWN_WEIGHT_GRADIENT, d, n, grad_out.element_size())
     count = experts * triton.cdiv(d, tile.block_m) * triton.cdiv(n, tile.block_n)
-    grid, stride = tiles.programs(tile, count, device)
+    grid, options = tiles.launch(tile, count, grad_out)
     with torch.cuda.device_of(grad_out):
         down_weight_gradient_kernel[(grid,)](
             grad_out.contiguous(),
@@ -184,12 +182,6 @@ def down_weight_gradient(grad_out: Tensor, scaled_a: Tensor, routing: Routing, t
             E=experts,
             D=d,
             N=n,
-            PRECISION=tiles.precision(dtype),
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
-            PROGRAMS=stride,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **options,
         )
     return grad_w2

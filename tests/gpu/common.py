@@ -1,18 +1,30 @@
-"""Problems on the GPU, runs of a layer on them, and relative errors."""
+"""Problems on the GPU, runs of a layer on them, relative errors, and the Triton layer's sizes and gate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from harness.correctness import forward_backward
 from harness.interface import Layer, LayerSpec, Point, Problem, RoutingSpec
+from harness.operations import get_operation
 from harness.problem import make_problem
 from harness.shapes import MoEShape
+from implementations.sonicmoe_triton import SonicMoETriton
 
 DEVICE = "cuda"
+
+# The Triton layer.
+NAME = SonicMoETriton.name
+MEDIUM = "2048,512,256,16,4"
+HEADLINE = "24576,1536,256,128,8"
+FULL_SCALE = {"7B": HEADLINE, "120B": "32768,4096,1024,128,8"}
+
+both_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
 def point_of(
@@ -99,3 +111,16 @@ def assert_equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         if not torch.equal(a, b):
             differ = float((a != b).double().mean())
             raise AssertionError(f"tensor {index}: {differ:.2%} differ, relative {relative([(a, b.float())]):.2e}")
+
+
+def check(problem: Problem) -> None:
+    """The harness's gate, all gradients included."""
+    reason = SonicMoETriton().unsupported_reason(problem.point) if DEVICE == "cuda" else None
+    assert reason is None, reason
+    result = get_operation("moe_layer").check(SonicMoETriton().build(problem), problem)
+    assert result.reason is None, result.reason
+
+
+def built(shape: str, *args: str, **kwargs: Any) -> tuple[Layer, Problem]:
+    problem = problem_of(NAME, shape, *args, **kwargs)
+    return SonicMoETriton().build(problem), problem

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.reference import full_precision
+
 if not torch.cuda.is_available():
     SKIP = "no CUDA device"
 elif os.environ.get("TRITON_INTERPRET") == "1":
@@ -37,3 +39,9 @@ def _leave_nothing_behind() -> Iterator[None]:
     free, total = torch.cuda.mem_get_info()
     if free < total // 2:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    with full_precision(), torch.enable_grad():
+        yield

@@ -4,12 +4,12 @@ harness has none (biases, other activations, general routing)."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from expert_reference import plain_experts
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -135,31 +135,6 @@ def test_nan_stays_with_its_token_and_its_experts() -> None:
 
 
 # Against plain autograd.
-
-ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    **{"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "silu": F.silu, "gelu": F.gelu},
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
-def plain_experts(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    scores: Tensor,
-    experts: Tensor,
-    tokens: Tensor,
-    activation: str = "swiglu",
-    bias1: Tensor | None = None,
-    bias2: Tensor | None = None,
-) -> Tensor:
-    """The experts pair by pair: scores, experts, tokens (P,)."""
-    h = torch.einsum("pd,phd->ph", x[tokens], w1[experts])
-    h = h if bias1 is None else h + bias1[experts]
-    gate, up = h.chunk(2, dim=1) if activation in GATED else (h, torch.ones_like(h))
-    y = torch.einsum("pn,pdn->pd", ACTIVATE[activation](gate) * up, w2[experts])
-    y = y if bias2 is None else y + bias2[experts]
-    return torch.zeros_like(x).index_add(0, tokens, scores[:, None] * y)
 
 
 def plain_layer(x: Tensor, w1: Tensor, w2: Tensor, router: Tensor, k: int, *rest: Any) -> Tensor:
