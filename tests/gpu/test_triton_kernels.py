@@ -210,4 +210,7 @@ def test_router_backward(big: Big, convention: str) -> None:
     assert relative([(got, want)]) < LIMIT
     routing = make_routing(chosen, big.shape.E)
     row_scores, row_grad = to_row_order(scores, routing), to_row_order(grad, routing)
-    assert torch.equal(router_backward(row_scores, chosen, row_grad, *arguments, reverse=routing.reverse), got)
+    by_rows = router_backward(row_scores, chosen, row_grad, *arguments, reverse=routing.reverse)
+    # Not bit for bit: two kernels, and their compilers contract products and sums differently.
+    assert relative([(by_rows, want)]) < LIMIT
+    assert relative([(by_rows, got)]) < LIMIT
