@@ -34,6 +34,7 @@ def stub(plugin: str, **attributes: object) -> type[Implementation]:
 def make_registry() -> Registry:
     both = {"devices": ("cuda", "cpu"), "dtypes": ("bfloat16", "float16", "float32"), "fake_tensors": True}
     classes = {name: stub(name) for name in ("sonicmoe_official", "scattermoe", "megablocks", "deepgemm")}
+    classes["sonicmoe_triton"] = stub("sonicmoe_triton")
     classes |= {name: stub(name, **both) for name in ("sonicmoe_torch", "torch_grouped_mm", "torch_loop")}
     bound = {**both, "fake_tensors": False, "operations": ("dense_bound",)}
     classes["cublas_bound"] = stub("cublas_bound", **bound, variants={"dense_bound": ("gemm", "gemm_glue")})
@@ -74,12 +75,14 @@ def test_paper_layers() -> None:
     sweep = load_sweep("paper_layers", REGISTRY)
     layers = [point for point in sweep.points if point.operation == "moe_layer"]
     assert list(dict.fromkeys(point.shape for point in layers)) == paper_shapes()
-    assert len(layers) == 12 * 7 and {point.dtype for point in layers} == {"bfloat16"}
+    assert len(layers) == 12 * 8 and {point.dtype for point in layers} == {"bfloat16"}
     bound = [point for point in sweep.points if point.operation == "dense_bound"]
     assert len(bound) == 24 and {point.variant for point in bound} == {"gemm", "gemm_glue"}
     pairs = [(ratio.numerator, ratio.denominator) for ratio in sweep.ratios]
     for numerator in ("scattermoe", "deepgemm", "torch_grouped_mm"):
         assert pairs.count((numerator, "sonicmoe_official")) == 12
+    for denominator in ("sonicmoe_triton", "cublas_bound"):
+        assert pairs.count(("sonicmoe_official", denominator)) == 12
     a_a = [ratio for ratio in sweep.ratios if ratio.is_a_a]
     assert [str(ratio.point.shape) for ratio in a_a] == ["24576,1536,256,128,8", "32768,4096,1024,128,8"]
     assert all(ratio.passes == PASSES for ratio in sweep.ratios)
