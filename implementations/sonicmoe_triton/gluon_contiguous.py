@@ -1,0 +1,414 @@
+"""The grouped GEMMs of `contiguous_gemm` written for Hopper: warps with roles of their own, in Gluon.
+
+    Y[r] = A[r] W2[e]^T (+ bias2[e])       (R, d)    down-projection, contraction over n
+    dX~[r] = dH[r] W1[e]                    (R, d)    input gradient, contraction over 2n
+
+One warp loads, two groups of four warps multiply and store; they meet at barriers in shared memory:
+
+    loader     for each step of the contraction: wait until a slot of the ring is empty, fetch A's and B's boxes into
+               it by TMA. It runs ahead into the next tiles while those before are still being multiplied and stored.
+    multiplier for each step: wait until its slot is full, multiply by wgmma with one product in flight, hand the slot
+               of the product before back. After a tile: round it, slice by slice, into a staging buffer that TMA
+               stores from.
+
+The two groups take whole tiles in turn ("ping-pong"): one multiplies while the other stores. Nothing depends on who is
+faster: every element is summed by one thread, in the order of the contraction.
+
+Operands come by TMA, whose boxes are filled with zeros where they overhang: each expert's weights are their own slab of
+a 3-D descriptor, so an overhanging box never reaches the next expert. Rows past an expert's end are computed from
+whatever lies there and are not stored: see `_rows_by_expert`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.tiles import Tile
+
+#: Rows that the descriptor of `_rows_by_expert` claims for every expert.
+_RAGGED_ROWS = gl.constexpr(2**30)
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one launch is cut up.
+
+    Attributes:
+        block_n: columns of an output tile. Its rows are the routing's block_m.
+        block_k: length of one step of the contraction.
+        stages: slots of the ring: steps that may be loaded and not yet multiplied.
+        slices: pieces of columns that a tile leaves in.
+        buffers: staging buffers of a group, each one slice.
+        by_expert: the order of tiles: for each expert each tile of columns, and for that all the expert's rows. Without
+            it: for each tile of rows all tiles of columns.
+    """
+
+    block_n: int = 128
+    block_k: int = 64
+    stages: int = 6
+    slices: int = 2
+    buffers: int = 1
+    by_expert: bool = False
+
+    def __post_init__(self) -> None:
+        # A slot is handed back when the product of the next one has been started.
+        if self.stages < 2:
+            raise ValueError(f"{self}: the ring must have two slots")
+        if self.slices & (self.slices - 1) or self.slices % self.buffers:
+            raise ValueError(f"{self}: slices are a power of two and go round the buffers a whole number of times")
+
+
+#: Groups that multiply, warps of each.
+_GROUPS = gl.constexpr(2)
+_WARPS = 4
+#: Registers of a thread at the start (nine warps count as twelve), then of one that loads and of one that multiplies.
+_ENTRY_REGISTERS = 168
+_LOADER_REGISTERS = gl.constexpr(24)
+_REGISTERS = gl.constexpr(240)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything that a kernel is compiled for, besides its operands' types.
+
+    Attributes:
+        columns, k: columns of the output; length of the contraction.
+        b_transposed: B is (E, columns, k) and not (E, k, columns).
+        has_bias: whether a bias (E, columns) is added.
+        block_m: rows of a tile.
+        stride: programs of a launch: program i works through the tiles i, i + stride, …
+        options: see there.
+    """
+
+    columns: int
+    k: int
+    b_transposed: bool
+    has_bias: bool
+    block_m: int
+    stride: int
+    options: Options
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the options do not fit block_m, a thread's registers or shared memory."""
+        o = self.options
+        if self.block_m % 64 or self.block_m * o.block_n > 128 * 128 or o.block_n > 256:
+            raise ValueError(f"{_WARPS} warps cannot hold {self.block_m} rows of {o.block_n} columns")
+        ring = o.stages * (self.block_m + o.block_n) * o.block_k
+        staging = _GROUPS.value * o.buffers * self.block_m * o.block_n // o.slices
+        barriers = 16 * (o.stages + 1)
+        if 2 * (ring + staging) + barriers > tiles.SHARED_MEMORY:
+            raise ValueError(f"{o}: {2 * (ring + staging) + barriers} bytes do not fit into shared memory")
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.columns // self.options.block_n)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the contraction for one tile."""
+        return -(-self.k // self.options.block_k)
+
+
+@gluon.jit
+def _place(tile, row_tiles, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # (expert, first row, end of the expert's rows, first column) of an output tile.
+    tile_expert, tile_row, expert_offsets = row_tiles
+    COLUMN_TILES: gl.constexpr = P.column_tiles
+    BM: gl.constexpr = P.block_m
+    row_tile = tile // COLUMN_TILES
+    column_tile = tile % COLUMN_TILES
+    expert = gl.load(tile_expert + row_tile)
+    first = gl.load(tile_row + row_tile)
+    end = gl.load(expert_offsets + expert + 1)
+    if P.options.by_expert:
+        # The expert's output tiles are the same in either order: their own indices only mean something else.
+        begin = gl.load(expert_offsets + expert)
+        own_row_tiles = (end - begin + BM - 1) // BM
+        own = (first - begin) // BM * COLUMN_TILES + column_tile
+        column_tile = own // own_row_tiles
+        first = begin + own % own_row_tiles * BM
+    return expert, first, end, column_tile * P.options.block_n
+
+
+@gluon.jit
+def _load_tiles(a, b, rings, bars, row_tiles, used, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # The loader, `used` being the tiles of rows. A box that overhangs still counts with all its bytes.
+    a_ring, b_ring = rings
+    full, empty = bars
+    STAGES: gl.constexpr = P.options.stages
+    BK: gl.constexpr = P.options.block_k
+    stop = used * P.column_tiles
+    place = _place(gl.minimum(gl.program_id(0), stop - 1), row_tiles, P)
+    step = 0
+    for tile in range(gl.program_id(0), stop, P.stride):
+        expert, first, _, column = place
+        # Where the next tile lies is asked for a tile early: its first load then waits for nothing but its slot.
+        place = _place(gl.minimum(tile + P.stride, stop - 1), row_tiles, P)
+        for k in range(P.steps):
+            slot = step % STAGES
+            bar = full.index(slot)
+            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
+            tma.async_copy_global_to_shared(a, [first, k * BK], bar, a_ring.index(slot))
+            corner = [expert, column, k * BK] if P.b_transposed else [expert, k * BK, column]
+            tma.async_copy_global_to_shared(b, corner, bar, b_ring.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _multiply(rings, bars, step, acc, use_acc, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # acc + A B of a step, counted from the program's start; not yet done on return.
+    a_ring, b_ring = rings
+    full, _ = bars
+    STAGES: gl.constexpr = P.options.stages
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    b = b_ring.index(slot)
+    b = b.reshape([b.shape[1], b.shape[2]])
+    if P.b_transposed:
+        b = b.permute([1, 0])
+    return warpgroup_mma(a_ring.index(slot), b, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def _column_slices(acc, SLICES: gl.constexpr):  # type: ignore[no-untyped-def]
+    # acc (ROWS, BN) as a tuple of SLICES pieces (ROWS, BN // SLICES), in registers.
+    if SLICES == 1:
+        return (acc,)
+    else:
+        left, right = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+        return _column_slices(left, SLICES // 2) + _column_slices(right, SLICES // 2)
+
+
+@gluon.jit
+def _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # acc (ROWS, BN) -> rows first, first + 1, … of y before `end`. Returns while the last stores are under way.
+    SLICES: gl.constexpr = P.options.slices
+    BUFFERS: gl.constexpr = P.options.buffers
+    ROWS: gl.constexpr = P.block_m
+    WIDTH: gl.constexpr = P.options.block_n // SLICES
+    pieces = _column_slices(acc, SLICES)
+    for i in gl.static_range(SLICES):
+        piece = pieces[i]
+        if P.has_bias:
+            columns = column + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, piece.type.layout))
+            values = gl.load(bias + expert.to(gl.int64) * P.columns + columns, mask=columns < P.columns, other=0.0)
+            piece += values.to(gl.float32)[None, :]
+        buffer = staging.index(GROUP * BUFFERS + i % BUFFERS)
+        # The buffer is free once all stores but the last BUFFERS - 1 have read theirs. Only the thread that issued them
+        # can wait for that, hence the barrier.
+        tma.store_wait(BUFFERS - 1)
+        gl.thread_barrier()
+        buffer.reshape([ROWS, WIDTH]).store(piece.to(y.dtype))
+        fence_async_shared()
+        coordinates = [_RAGGED_ROWS, end, _RAGGED_ROWS - end + first, column + i * WIDTH]
+        tma.async_copy_shared_to_global(y, coordinates, buffer)
+
+
+@gluon.jit
+def _multiply_tiles(y, bias, rings, staging, bars, turns, row_tiles, used, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # The multiplier number GROUP: every second of the program's tiles.
+    _, empty = bars
+    STAGES: gl.constexpr = P.options.stages
+    STEPS: gl.constexpr = P.steps
+    BM: gl.constexpr = P.block_m
+    BN: gl.constexpr = P.options.block_n
+    STRIDE: gl.constexpr = _GROUPS * P.stride
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
+    zeros = gl.zeros([BM, BN], gl.float32, LAYOUT)
+    start = gl.program_id(0) + GROUP * P.stride
+    stop = used * P.column_tiles
+    place = _place(gl.minimum(start, stop - 1), row_tiles, P)
+    for tile in range(start, stop, STRIDE):
+        turn = (tile - start) // STRIDE
+        expert, first, end, column = place
+        step = (turn * _GROUPS + GROUP) * STEPS
+        # The first group finds its first turn free: the phase before a barrier's first counts as complete.
+        mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
+        acc = _multiply(rings, bars, step, zeros, False, P)
+        if STEPS == 1:
+            mbarrier.arrive(turns.index(1 - GROUP))
+        # Loads of which one waits for the other: behind the first product.
+        place = _place(gl.minimum(tile + STRIDE, stop - 1), row_tiles, P)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        for k in range(1, STEPS):
+            acc = _multiply(rings, bars, step + k, acc, True, P)
+            # Every product of this tile has been started: the tensor cores may take the other group's next.
+            mbarrier.arrive(turns.index(1 - GROUP), pred=k == STEPS - 1)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index((step + k - 1) % STAGES))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((step + STEPS - 1) % STAGES))
+        _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP, P)
+    # Shared memory must outlive the stores that read it.
+    tma.store_wait(0)
+
+
+@gluon.jit
+def contiguous_kernel(  # type: ignore[no-untyped-def]
+    a,  # descriptor of (R, k), box (block_m, block_k)
+    b,  # descriptor of (E, columns, k), box (1, block_n, block_k), or of (E, k, columns), box (1, block_k, block_n)
+    y,  # `_rows_by_expert` of (R, columns), box (1, 1, block_m, block_n // slices)
+    bias,  # (E, columns), not read without has_bias
+    tile_expert,
+    tile_row,
+    expert_offsets,
+    num_tiles,
+    P: gl.constexpr,
+):
+    STAGES: gl.constexpr = P.options.stages
+    BUFFERS: gl.constexpr = _GROUPS * P.options.buffers
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(y.dtype, [BUFFERS] + y.block_type.shape, y.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # A wait tells one filling of a slot from the next, not from the one after: a group that sits out whole tiles must
+    # know by its turn that their fillings are over.
+    turns = gl.allocate_shared_memory(gl.int64, [_GROUPS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    for group in gl.static_range(_GROUPS):
+        mbarrier.init(turns.index(group), count=1)
+
+    rings = (a_ring, b_ring)
+    bars = (full, empty)
+    row_tiles = (tile_expert, tile_row, expert_offsets)
+    used = gl.load(num_tiles)
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (y, bias, rings, staging, bars, turns, row_tiles, used, 0, P)),
+            (_multiply_tiles, (y, bias, rings, staging, bars, turns, row_tiles, used, 1, P)),
+            (_load_tiles, (a, b, rings, bars, row_tiles, used, P)),
+        ],
+        [gl.num_warps(), 1],
+        [_REGISTERS, _LOADER_REGISTERS],
+    )
+
+
+def _layout(box: list[int], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(box, _DTYPES[dtype])
+
+
+def _boxes(tensor: Tensor, box: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, box, _layout(box, tensor.dtype))
+
+
+def _rows_by_expert(y: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """y (R, d) in boxes of (rows, width) that are cut off at any row one likes: at an expert's end.
+
+    TMA cuts boxes off at the ends of a tensor only. So the rows are given an axis that ends, for every expert, at the
+    same index M, and two axes before it that shift its end to where the expert's rows end. The box whose first row is
+    ``first`` of an expert that ends at ``end`` has the coordinates (M, end, M - end + first, column): with the strides
+    (2^34 - d, d, d, 1) that is element
+
+        M (2^34 - d) + end d + (M - end + first) d + column = first d + column + M 2^34,
+
+    whose last summand vanishes in 64-bit byte addresses (M = 2^30). `triton.tools.ragged_tma` does the same.
+    """
+    d = y.shape[1]
+    box = [1, 1, rows, width]
+    shape = [0x7FFF0000, 0x7FFF0000, _RAGGED_ROWS.value, d]
+    return TensorDescriptor(y, shape, [2**34 - d, d, d, 1], box, _layout(box, y.dtype))
+
+
+def choose(columns: int, k: int) -> Options:
+    """The options for an output of so many columns and a contraction of length k."""
+    default = Options()
+    block_n = min(default.block_n, max(64, triton.next_power_of_2(columns)))
+    block_k = min(default.block_k, max(16, triton.next_power_of_2(k)))
+    return replace(default, block_n=block_n, block_k=block_k, slices=block_n // 64)
+
+
+def _run(
+    a: Tensor, b: Tensor, b_transposed: bool, bias: Tensor | None, y: Tensor, routing: Routing, options: Options | None
+) -> None:
+    """y (R, columns) from a (R, k) and b (E, columns, k), if b_transposed, or (E, k, columns)."""
+    columns, k = y.shape[1], a.shape[1]
+    block_m = routing.block_m
+    options = options or choose(columns, k)
+    tile = Tile(block_m, options.block_n, options.block_k, _GROUPS.value * _WARPS, options.stages)
+    grid, stride = tiles.programs(tile, routing.max_tiles * triton.cdiv(columns, options.block_n), a.device)
+    plan = _Plan(columns, k, b_transposed, bias is not None, block_m, stride, options)
+    b_box = [1, options.block_n, options.block_k] if b_transposed else [1, options.block_k, options.block_n]
+    with torch.cuda.device_of(a):
+        contiguous_kernel[(grid,)](
+            _boxes(tiles.dense(a), [block_m, options.block_k]),
+            _boxes(tiles.dense(b), b_box),
+            _rows_by_expert(y, block_m, options.block_n // options.slices),
+            y if bias is None else bias.contiguous(),
+            *routing.row_tiles,
+            P=plan,
+            num_warps=_WARPS,
+            maxnreg=_ENTRY_REGISTERS,
+        )
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise ValueError(f"{dtype}: wgmma here multiplies {' or '.join(map(str, _DTYPES))}")
+
+
+def down_projection(
+    a: Tensor, w2: Tensor, routing: Routing, bias2: Tensor | None = None, options: Options | None = None
+) -> Tensor:
+    """y (R, d) of a (R, n), w2 (E, d, n) and bias2 (E, d) or None, in a's dtype.
+
+    Raises:
+        ValueError: a is neither bfloat16 nor float16; d or n is no multiple of 16 bytes; a tensor's shape, dtype or
+            device does not fit the others; the options do not fit the routing's block_m or shared memory.
+    """
+    experts, d, n = w2.shape
+    rows = routing.rows
+    _check_dtype(a.dtype)
+    tiles.check_width("d", d, a.dtype)
+    tiles.check_width("n", n, a.dtype)
+    tiles.check_shape("a", a, (rows, n), a.dtype, a.device)
+    tiles.check_shape("w2", w2, (experts, d, n), a.dtype, a.device)
+    if bias2 is not None:
+        tiles.check_shape("bias2", bias2, (experts, d), bias2.dtype, a.device)
+    y = torch.empty(rows, d, dtype=a.dtype, device=a.device)
+    if rows:
+        _run(a, w2, True, bias2, y, routing, options)
+    return y
+
+
+def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, options: Options | None = None) -> Tensor:
+    """The gradient of each routed row (R, d) of grad_h (R, 2n) and w1 (E, 2n, d), in grad_h's dtype.
+
+    With an ungated activation: grad_h (R, n), w1 (E, n, d).
+
+    Raises:
+        ValueError: grad_h is neither bfloat16 nor float16; d or H's width is no multiple of 16 bytes; a tensor's shape,
+            dtype or device does not fit the others; the options do not fit the routing's block_m or shared memory.
+    """
+    experts, hidden, d = w1.shape
+    rows = routing.rows
+    _check_dtype(grad_h.dtype)
+    tiles.check_width("d", d, grad_h.dtype)
+    tiles.check_width("H's width", hidden, grad_h.dtype)
+    tiles.check_shape("grad_h", grad_h, (rows, hidden), grad_h.dtype, grad_h.device)
+    tiles.check_shape("w1", w1, (experts, hidden, d), grad_h.dtype, grad_h.device)
+    grad_rows = torch.empty(rows, d, dtype=grad_h.dtype, device=grad_h.device)
+    if rows:
+        _run(grad_h, w1, False, None, grad_rows, routing, options)
+    return grad_rows

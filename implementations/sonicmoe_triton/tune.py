@@ -1,0 +1,270 @@
+"""Tune the kernels for Hopper on the GPU at hand and rewrite the table of choices:
+
+    python -m implementations.sonicmoe_triton.tune                       # the paper's twelve layers
+    python -m implementations.sonicmoe_triton.tune --shape 24576,1536,256,128,8
+
+Every candidate is compiled first (in parallel), then checked against the first one and timed: all candidates of a
+kernel take turns, each turn a CUDA graph of several launches. A candidate takes the place of the kernel's default only
+where it is faster by more than `MARGIN`. What was measured goes to a file beside the GPU's results.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from harness.environment import environment
+from harness.record import gpu_slug
+from harness.registry import ROOT, load_registry
+from harness.shapes import MoEShape
+from harness.sweep import load_sweep
+from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.tuned import TABLE
+
+#: A choice must be worth an entry.
+MARGIN = 0.01
+ROUNDS = 7
+#: Of one turn, milliseconds.
+TURN_MS = 8.0
+#: What differs from each kernel's default; the first is the default.
+_CONTIGUOUS: list[dict[str, Any]] = [
+    {},
+    {"slices": 4, "buffers": 2},
+    {"by_expert": True},
+    {"by_expert": True, "slices": 4, "buffers": 2},
+    {"stages": 5, "slices": 1},
+    {"stages": 5, "slices": 2, "buffers": 2},
+]
+_WEIGHTS: list[dict[str, Any]] = [
+    {},
+    {"slice_columns": 128, "buffers": 1},
+    {"gathered": 256, "dense": 128, "gathered_rows": False},
+]
+_GATHERED: list[dict[str, Any]] = [
+    {"block_n": 256},
+    {"block_n": 256, "ragged": True},
+    {"block_n": 256, "groups": 2},
+    {"block_n": 256, "groups": 2, "ragged": True},
+]
+CANDIDATES: dict[str, list[dict[str, Any]]] = {
+    tiles.UP_PROJECTION: _GATHERED,
+    tiles.DOWN_PROJECTION: _CONTIGUOUS,
+    tiles.HIDDEN_GRADIENT: _GATHERED,
+    tiles.INPUT_GRADIENT: _CONTIGUOUS,
+    tiles.UP_WEIGHT_GRADIENT: _WEIGHTS,
+    tiles.DOWN_WEIGHT_GRADIENT: _WEIGHTS,
+}
+Launch = Callable[[Mapping[str, Any]], Sequence[Tensor]]
+
+
+class Layer:
+    """Every kernel's operands at a layer's size: bf16, random tokens, uniform routing."""
+
+    def __init__(self, shape: MoEShape, tokens: int) -> None:
+        from implementations.sonicmoe_triton.metadata import make_routing, to_row_order
+        from implementations.sonicmoe_triton.router import top_k
+
+        self.shape = shape
+        generator = torch.Generator(device="cuda").manual_seed(0)
+
+        def normal(*size: int, scale: float = 1.0) -> Tensor:
+            return scale * torch.randn(*size, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+        self.x, self.grad_out = normal(tokens, shape.d), normal(tokens, shape.d)
+        self.w1 = normal(shape.E, 2 * shape.n, shape.d, scale=shape.d**-0.5)
+        self.w2 = normal(shape.E, shape.d, shape.n, scale=shape.n**-0.5)
+        scores, experts = top_k(normal(tokens, shape.E), shape.K)
+        self.routing = make_routing(experts, shape.E)
+        self.row_scores = to_row_order(scores, self.routing)
+        self.rows = self.routing.rows
+        # Real values: what a multiplication costs depends on its operands' bits.
+        self.h, self.a = self.launches()[tiles.UP_PROJECTION](CANDIDATES[tiles.UP_PROJECTION][0])
+        self.grad_h, self.scaled_a, _ = self.launches()[tiles.HIDDEN_GRADIENT](CANDIDATES[tiles.HIDDEN_GRADIENT][0])
+
+    def launches(self) -> dict[str, Launch]:
+        """Each kernel as a function of its options."""
+        from implementations.sonicmoe_triton import gluon_contiguous as contiguous
+        from implementations.sonicmoe_triton import gluon_hidden_gradient as hidden
+        from implementations.sonicmoe_triton import gluon_up_projection as up
+        from implementations.sonicmoe_triton import gluon_weight_gradient as weights
+        from implementations.sonicmoe_triton.gluon_gathered import make_options
+
+        r = self.routing
+        return {
+            tiles.UP_PROJECTION: lambda o: up.up_projection(
+                self.x, self.w1, r, "swiglu", options=make_options(halves=2, **o)
+            ),
+            tiles.DOWN_PROJECTION: lambda o: [
+                contiguous.down_projection(self.a, self.w2, r, options=contiguous.Options(**o))
+            ],
+            tiles.HIDDEN_GRADIENT: lambda o: hidden.hidden_gradient(
+                self.grad_out, self.w2, self.h, self.row_scores, r, "swiglu", make_options(halves=2, **o)
+            ),
+            tiles.INPUT_GRADIENT: lambda o: [
+                contiguous.input_gradient(self.grad_h, self.w1, r, contiguous.Options(**o))
+            ],
+            tiles.UP_WEIGHT_GRADIENT: lambda o: [
+                weights.up_weight_gradient(self.grad_h, self.x, r, weights.Options(**o))
+            ],
+            tiles.DOWN_WEIGHT_GRADIENT: lambda o: [
+                weights.down_weight_gradient(self.grad_out, self.scaled_a, r, weights.Options(**o))
+            ],
+        }
+
+    def width(self, kernel: str) -> int:
+        """See `tuned.overrides`."""
+        return (2 if kernel in (tiles.INPUT_GRADIENT, tiles.UP_WEIGHT_GRADIENT) else 1) * self.shape.n
+
+    def flops(self, kernel: str) -> int:
+        halves = 2 if kernel in (tiles.UP_PROJECTION, tiles.INPUT_GRADIENT, tiles.UP_WEIGHT_GRADIENT) else 1
+        return 2 * halves * self.rows * self.shape.n * self.shape.d
+
+
+def _compile(job: tuple[MoEShape, str, int]) -> tuple[tuple[MoEShape, str, int], str]:
+    """Compile one candidate into Triton's cache by running it on a few tokens; what went wrong, or nothing."""
+    shape, kernel, index = job
+    try:
+        Layer(shape, 256).launches()[kernel](CANDIDATES[kernel][index])
+        torch.cuda.synchronize()
+    except Exception as error:
+        return job, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return job, ""
+
+
+def _time(launches: Mapping[int, Callable[[], object]]) -> dict[int, float]:
+    """Median milliseconds of each, in turns."""
+    graphs, counts = {}, {}
+    for index, launch in launches.items():
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        counts[index] = min(32, max(3, int(TURN_MS / begin.elapsed_time(end))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(counts[index]):
+                launch()
+        graphs[index] = graph
+    times: dict[int, list[float]] = {index: [] for index in graphs}
+    for turn in range(ROUNDS + 1):
+        for index, graph in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn:
+                times[index].append(begin.elapsed_time(end) / counts[index])
+    return {index: statistics.median(values) for index, values in times.items()}
+
+
+def tune(shapes: Sequence[MoEShape], kernels: Sequence[str], workers: int) -> list[dict[str, Any]]:
+    """Every candidate of every kernel at every shape: what it took, or why not."""
+    jobs = [(shape, kernel, i) for shape in shapes for kernel in kernels for i in range(len(CANDIDATES[kernel]))]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        failed = dict(pool.imap_unordered(_compile, jobs))
+    measured = []
+    for shape in shapes:
+        layer = Layer(shape, shape.T)
+        for kernel in kernels:
+            launch = layer.launches()[kernel]
+            candidates = CANDIDATES[kernel]
+            ready = [i for i in range(len(candidates)) if not failed[shape, kernel, i]]
+            expected = [t.clone() for t in launch(candidates[ready[0]])] if ready else []
+            problems = {}
+            for i in ready:
+                for got, want in zip(launch(candidates[i]), expected, strict=True):
+                    error = float((got.float() - want.float()).norm() / want.float().norm())
+                    if not error < 1e-2:
+                        problems[i] = f"differs from the first candidate by {error:.1e}"
+            del expected
+            times = _time({i: functools.partial(launch, candidates[i]) for i in ready if i not in problems})
+            for i, options in enumerate(candidates):
+                row = {"shape": str(shape), "kernel": kernel, "d": shape.d, "width": layer.width(kernel)}
+                row |= {"options": options}
+                if i in times:
+                    row |= {"ms": round(times[i], 5), "tflops": round(layer.flops(kernel) / times[i] / 1e9, 1)}
+                else:
+                    row |= {"problem": failed[shape, kernel, i] or problems.get(i, "")}
+                measured.append(row)
+            torch.cuda.empty_cache()
+            _print(shape, kernel, measured[-len(candidates) :])
+        del layer
+        torch.cuda.empty_cache()
+    return measured
+
+
+def _print(shape: MoEShape, kernel: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def text(row: Mapping[str, Any]) -> str:
+        options = ",".join(f"{key}={value}" for key, value in row["options"].items()) or "default"
+        return f"{options}: " + (f"{row['ms']:.3f} ({row['tflops']:.0f})" if "ms" in row else row["problem"])
+
+    print(f"{shape} {kernel}  " + "  ".join(map(text, rows)), flush=True)
+
+
+def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The winners among rows of `tune`, where they are not the first candidate. Where two shapes ask for the same
+    kernel and widths, the last one counts."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in measured:
+        groups.setdefault((row["shape"], row["kernel"]), []).append(row)
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for rows in groups.values():
+        timed = [row for row in rows if "ms" in row]
+        if not timed:
+            continue
+        best = min(timed, key=lambda row: row["ms"])
+        first = rows[0]
+        keys = ("kernel", "d", "width", "options")
+        if "ms" in first and best["ms"] > (1 - MARGIN) * first["ms"]:
+            best = first
+        found[best["kernel"], best["d"], best["width"]] = {key: best[key] for key in keys}
+    defaults = {kernel: candidates[0] for kernel, candidates in CANDIDATES.items()}
+    return [choice for choice in found.values() if choice["options"] != defaults[choice["kernel"]]]
+
+
+def main(
+    shape: Annotated[list[str] | None, typer.Option(help="T,d,n,E,K (repeatable); default: paper_layers.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel (repeatable).")] = None,
+    table: Annotated[Path, typer.Option(help="The table to write.")] = TABLE,
+    rows: Annotated[Path | None, typer.Option(help="Where the measurements go.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes that compile.")] = min(14, os.cpu_count() or 1),
+) -> None:
+    """Time every candidate and keep the winners; other shapes' entries stay."""
+    shapes = [MoEShape.parse(text) for text in shape or []]
+    shapes = shapes or list(dict.fromkeys(point.shape for point in load_sweep("paper_layers", load_registry()).points))
+    kernels = kernel or list(CANDIDATES)
+    unknown = [name for name in kernels if name not in CANDIDATES]
+    if unknown:
+        raise typer.BadParameter(f"unknown kernel {unknown[0]}; choose from {', '.join(CANDIDATES)}")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise typer.BadParameter("tuning needs a Hopper GPU (compute capability 9.0)")
+    measured = tune(shapes, kernels, workers)
+    where = environment("cuda")
+    about = {key: where[key] for key in ("gpu", "driver", "torch", "triton", "commit", "dirty")}
+    winners = {(c["kernel"], c["d"], c["width"]): c for c in choices(measured)}
+    tuned = {(row["kernel"], row["d"], row["width"]) for row in measured}
+    if table.exists():
+        old = {(c["kernel"], c["d"], c["width"]): c for c in json.loads(table.read_text())["choices"]}
+        winners = {key: choice for key, choice in old.items() if key not in tuned} | winners
+    ordered = [winners[key] for key in sorted(winners)]
+    table.write_text(json.dumps(about | {"choices": ordered}, indent=1) + "\n")
+    rows = rows or ROOT / "results" / gpu_slug(about["gpu"]) / "tuning" / "sonicmoe_triton.json"
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.write_text(json.dumps(about | {"measured": measured}, indent=1) + "\n")
+    print(f"{len(ordered)} choices -> {table}; {len(measured)} measurements -> {rows}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,30 @@
+"""The committed choices of `tune`: for a kernel and the widths it sees, what differs from the kernel's own default."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+#: What `tune` writes: {"gpu", "commit", …, "choices": [{"kernel", "d", "width", "options"}, …]}.
+TABLE = Path(__file__).parent / "tuned.json"
+
+
+@functools.cache
+def _choices() -> dict[tuple[str, int, int], dict[str, Any]]:
+    if not TABLE.exists():
+        return {}
+    table = json.loads(TABLE.read_text())
+    return {(choice["kernel"], choice["d"], choice["width"]): choice["options"] for choice in table["choices"]}
+
+
+def overrides(kernel: str, d: int, width: int) -> Mapping[str, Any] | None:
+    """Keyword arguments for the kernel's options, or None where nothing was tuned.
+
+    Args:
+        kernel: one of the names in `tiles`.
+        d: width of an embedding.
+        width: of the other operand: n, but H's width for INPUT_GRADIENT and UP_WEIGHT_GRADIENT."""
+    return _choices().get((kernel, d, width))

@@ -1,0 +1,145 @@
+"""The Gluon GEMMs over contiguous rows compiled ahead of time for Hopper (sm_90): no GPU needed, a second a kernel.
+
+What can be told without running: tensor cores are used (wgmma, not serialised), operands and results travel by TMA,
+registers are shared out between the roles (setmaxnreg), nothing spills, shared memory fits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.gluon_contiguous import Options, _Plan, choose, contiguous_kernel
+
+#: d, n.
+WIDTHS = {"7B": (1536, 256), "120B": (4096, 1024), "uneven": (776, 72)}
+ELEMENTS = {"bf16": gl.bfloat16, "fp16": gl.float16}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a compiled kernel says of itself: registers of a thread at entry, bytes of stack, shared bytes."""
+
+    registers: int
+    stack: int
+    shared: int
+    wgmma: int
+    tma_loads: int
+    tma_stores: int
+    setmaxnreg: frozenset[int]
+    warnings: tuple[str, ...]
+
+
+def build(options: Options, d: int, k: int, b_transposed: bool, element: str = "bf16", bias: bool = False) -> Facts:
+    """Compile the kernel for an output of d columns and a contraction of length k."""
+    plan = _Plan(d, k, b_transposed, bias, block_m=128, stride=132, options=options)
+
+    def boxes(*sides: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(list(sides), ELEMENTS[element])
+        return f"tensordesc<{element}{list(sides)},{layout!r}>"
+
+    block_n, block_k = options.block_n, options.block_k
+    kinds = {
+        "a": boxes(plan.block_m, block_k),
+        "b": boxes(1, block_n, block_k) if b_transposed else boxes(1, block_k, block_n),
+        "y": boxes(1, 1, plan.block_m, block_n // options.slices),
+        "bias": f"*{element}",
+    } | dict.fromkeys(("tile_expert", "tile_row", "expert_offsets", "num_tiles"), "*i32")
+    signature = {name: kinds.get(name, "constexpr") for name in contiguous_kernel.arg_names}
+    # What a launch finds out of its arguments.
+    aligned = {
+        (position,): [["tt.divisibility", 16]]
+        for position, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    compiled = triton.compile(
+        GluonASTSource(contiguous_kernel, signature, {"P": plan}, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "maxnreg": 168},
+    )
+    ptx = compiled.asm["ptx"]
+    log = assembler_log(ptx)
+    registers = re.search(r"Used (\d+) registers", log)
+    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert registers and stack, log
+    return Facts(
+        registers=int(registers[1]),
+        stack=sum(map(int, stack.groups())),
+        shared=compiled.metadata.shared,
+        wgmma=ptx.count("wgmma.mma_async"),
+        tma_loads=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+        tma_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
+        setmaxnreg=frozenset(map(int, re.findall(r"setmaxnreg\.\S+\s+(\d+)", ptx))),
+        # Serialised wgmma is C7510 to C7518 by its reason, an ignored setmaxnreg C7508.
+        warnings=tuple(line for line in log.splitlines() if re.search(r"C75\d\d|serializ|setmaxnreg|warning", line)),
+    )
+
+
+def assembler_log(ptx: str) -> str:
+    """What ptxas says of a kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [str(tool), "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def check(facts: Facts) -> None:
+    assert facts.stack == 0, facts
+    assert facts.registers <= 168, facts
+    assert facts.shared <= tiles.SHARED_MEMORY, facts
+    assert facts.wgmma > 0, facts
+    assert facts.tma_loads > 0 and facts.tma_stores > 0, facts
+    assert {24, 240} <= facts.setmaxnreg, facts
+    assert not facts.warnings, facts
+
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not built")
+
+
+@pytest.mark.parametrize("layer", WIDTHS)
+def test_down_projection(layer: str) -> None:
+    d, n = WIDTHS[layer]
+    # A bias and float16 with the uneven widths: that saves compilations of their own.
+    uneven = layer == "uneven"
+    check(build(choose(d, n), d, n, b_transposed=True, element="fp16" if uneven else "bf16", bias=uneven))
+
+
+@pytest.mark.parametrize("layer", WIDTHS)
+def test_input_gradient(layer: str) -> None:
+    d, n = WIDTHS[layer]
+    check(build(choose(d, 2 * n), d, 2 * n, b_transposed=False))
+
+
+def test_other_order() -> None:
+    check(build(Options(by_expert=True, slices=4, buffers=2), 1536, 256, b_transposed=True))
+
+
+@pytest.mark.parametrize("options", [{"stages": 1}, {"slices": 3}, {"slices": 2, "buffers": 4}])
+def test_options_that_make_no_kernel(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        Options(**options)
+
+
+@pytest.mark.parametrize("options", [Options(stages=7), Options(block_n=256, stages=3), Options(block_k=128)])
+def test_plans_that_do_not_fit(options: Options) -> None:
+    with pytest.raises(ValueError):
+        _Plan(1536, 256, True, False, block_m=128, stride=132, options=options)
+
+
+@pytest.mark.parametrize(("columns", "k"), [(8, 8), (64, 32), (776, 72), (2880, 2880), (4096, 1024)])
+def test_choose_fits(columns: int, k: int) -> None:
+    _Plan(columns, k, True, False, block_m=128, stride=132, options=choose(columns, k))

@@ -1,0 +1,119 @@
+"""The Gluon weight gradients compiled ahead of time for Hopper (sm_90): no GPU needed, about a second a kernel.
+
+What can be told without running: the tensor cores read both operands from shared memory, operands travel as intended
+(TMA boxes, cp.async for gathered rows), warps are specialised (setmaxnreg), nothing spills, shared memory fits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from implementations.sonicmoe_triton import gluon_weight_gradient as kernels
+from implementations.sonicmoe_triton import tiles
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not built")
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ELEMENTS = {"bf16": gl.bfloat16, "fp16": gl.float16}
+
+
+def build(up: bool, d: int, n: int, options: kernels.Options, element: str = "bf16") -> tuple[str, int]:
+    """(PTX, bytes of shared memory) of dW1 (`up`, gated) or dW2 for widths d and n."""
+    dense_width = 2 * n if up else n
+    options = kernels.narrowed(options, d, dense_width)
+    loaded, stored = kernels.boxes(options, up)
+
+    def descriptor(box: list[int]) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(box, ELEMENTS[element])
+        return f"tensordesc<{element}[{', '.join(map(str, box))}],{layout!r}>"
+
+    constants = kernels.constants(options, up, 128, d, dense_width) | {"PROGRAMS": 132}
+    warps = constants.pop("num_warps")
+    signature = {"gathered": f"*{element}", "dense": descriptor(loaded), "out": descriptor(stored)}
+    signature |= {"gather": "*i32", "expert_offsets": "*i32", "expert_order": "*i32"}
+    function = kernels.weight_gradient_kernel
+    signature = {name: signature.get(name, "constexpr") for name in function.arg_names}
+    # What a launch finds out of its arguments; without it rows would not be copied 16 bytes at a time.
+    aligned = {
+        (position,): [["tt.divisibility", 16]]
+        for position, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    compiled = triton.compile(
+        GluonASTSource(function, signature, constants, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps},
+    )
+    return compiled.asm["ptx"], compiled.metadata.shared
+
+
+def assembler_says(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix(".cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def check(up: bool, d: int, n: int, options: kernels.Options, element: str = "bf16") -> None:
+    ptx, shared = build(up, d, n, options, element)
+    assert shared <= tiles.SHARED_MEMORY
+    # Operands as descriptors of shared memory: no list of registers but the accumulator's.
+    products = re.findall(r"wgmma\.mma_async.*?;", ptx, re.DOTALL)
+    assert products
+    assert all(product.count("{") == 1 for product in products)
+    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", ptx)
+    assert re.search(r"cp\.async\.bulk\.tensor\.3d\.global", ptx)
+    assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
+    assert "cp.async.mbarrier.arrive.noinc" in ptx
+    assert re.search(rf"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32\s+{options.producer_registers};", ptx)
+    assert "stmatrix" in ptx
+    # A stack frame means spills.
+    said = assembler_says(ptx)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said, said
+    assert "wgmma" not in said, said  # "instructions are serialized due to …"
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["dW1", "dW2"])
+@pytest.mark.parametrize(
+    ("d", "n", "element"), [(1536, 256, "bf16"), (4096, 1024, "bf16"), (776, 72, "fp16")], ids=["7B", "120B", "uneven"]
+)
+def test_chosen_options(up: bool, d: int, n: int, element: str) -> None:
+    check(up, d, n, kernels.Options(), element)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        kernels.Options(gathered=192, consumers=3, stages=3, producer_registers=32),
+        kernels.Options(gathered=192, consumers=3, block_k=32, stages=6, producer_registers=32),
+        kernels.Options(consumers=1, block_k=32, stages=8),
+        kernels.Options(gathered=256, dense=128, gathered_rows=False),
+    ],
+    ids=["192 rows", "192 rows, narrow steps", "one consumer", "dense rows"],
+)
+def test_other_options(options: kernels.Options) -> None:
+    check(True, 1536, 256, options)
+
+
+def test_rows_that_consumers_cannot_share() -> None:
+    with pytest.raises(ValueError, match="192 rows"):
+        kernels.Options(gathered=192, consumers=2)
+
+
+def test_boxes_follow_the_gradient() -> None:
+    options = kernels.Options(gathered=128, dense=256, block_k=64, consumers=2, slice_columns=64)
+    assert kernels.boxes(options, up=True) == ([1, 1, 64, 256], [1, 64, 64])
+    wide_rows = kernels.Options(gathered=128, dense=256, block_k=32, gathered_rows=False, consumers=2)
+    assert kernels.boxes(wide_rows, up=True) == ([1, 1, 32, 128], [1, 128, 64])
+    assert kernels.boxes(wide_rows, up=False) == ([1, 1, 32, 128], [1, 64, 128])
