@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from implementations.sonicmoe_triton import hidden_gradient as plain_hidden_grad
 from implementations.sonicmoe_triton import up_projection as plain_up_projection
 from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.metadata import Routing
-from implementations.sonicmoe_triton.tuned import overrides
+from implementations.sonicmoe_triton.tuned import PLAIN, overrides
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -30,37 +32,42 @@ def on_hopper(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and _is_hopper(tensor.device)
 
 
+def _choice(kernel: str, d: int, width: int, operand: Tensor) -> Mapping[str, Any] | None:
+    """What the table says (`tuned.overrides`), or that the plain twin must do."""
+    return overrides(kernel, d, width) if on_hopper(operand) else PLAIN
+
+
 def up_projection(
     x: Tensor, w1: Tensor, routing: Routing, activation: str, bias1: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(h (R, 2n), a (R, n)); see the twin in `up_projection`."""
-    if not on_hopper(x):
+    halves = 2 if is_gated(activation) else 1
+    found = _choice(tiles.UP_PROJECTION, w1.shape[2], w1.shape[1] // halves, x)
+    if found is PLAIN:
         return plain_up_projection.up_projection(x, w1, routing, activation, bias1)
     from implementations.sonicmoe_triton import gluon_up_projection as hopper
 
-    halves = 2 if is_gated(activation) else 1
-    found = overrides(tiles.UP_PROJECTION, w1.shape[2], w1.shape[1] // halves)
     options = None if found is None else hopper.make_options(halves=halves, **found)
     return hopper.up_projection(x, w1, routing, activation, bias1, options)
 
 
 def down_projection(a: Tensor, w2: Tensor, routing: Routing, bias2: Tensor | None = None) -> Tensor:
     """y (R, d); see the twin in `contiguous_gemm`."""
-    if not on_hopper(a):
+    found = _choice(tiles.DOWN_PROJECTION, w2.shape[1], w2.shape[2], a)
+    if found is PLAIN:
         return contiguous_gemm.down_projection(a, w2, routing, bias2)
     from implementations.sonicmoe_triton import gluon_contiguous as hopper
 
-    found = overrides(tiles.DOWN_PROJECTION, w2.shape[1], w2.shape[2])
     return hopper.down_projection(a, w2, routing, bias2, None if found is None else hopper.Options(**found))
 
 
 def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing) -> Tensor:
     """grad_rows (R, d); see the twin in `contiguous_gemm`."""
-    if not on_hopper(grad_h):
+    found = _choice(tiles.INPUT_GRADIENT, w1.shape[2], w1.shape[1], grad_h)
+    if found is PLAIN:
         return contiguous_gemm.input_gradient(grad_h, w1, routing)
     from implementations.sonicmoe_triton import gluon_contiguous as hopper
 
-    found = overrides(tiles.INPUT_GRADIENT, w1.shape[2], w1.shape[1])
     return hopper.input_gradient(grad_h, w1, routing, None if found is None else hopper.Options(**found))
 
 
@@ -68,30 +75,30 @@ def hidden_gradient(
     grad_out: Tensor, w2: Tensor, h: Tensor, row_scores: Tensor, routing: Routing, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad_h like h, scaled_a (R, n), grad_row_scores (R,)); see the twin in `hidden_gradient`."""
-    if not on_hopper(grad_out):
+    found = _choice(tiles.HIDDEN_GRADIENT, w2.shape[1], w2.shape[2], grad_out)
+    if found is PLAIN:
         return plain_hidden_gradient.hidden_gradient(grad_out, w2, h, row_scores, routing, activation)
     from implementations.sonicmoe_triton import gluon_hidden_gradient as hopper
 
-    found = overrides(tiles.HIDDEN_GRADIENT, w2.shape[1], w2.shape[2])
     options = None if found is None else hopper.make_options(halves=2 if is_gated(activation) else 1, **found)
     return hopper.hidden_gradient(grad_out, w2, h, row_scores, routing, activation, options)
 
 
 def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing) -> Tensor:
     """grad_w1 (E, 2n, d); see the twin in `weight_gradient`."""
-    if not on_hopper(x):
+    found = _choice(tiles.UP_WEIGHT_GRADIENT, x.shape[1], grad_h.shape[1], x)
+    if found is PLAIN:
         return weight_gradient.up_weight_gradient(grad_h, x, routing)
     from implementations.sonicmoe_triton import gluon_weight_gradient as hopper
 
-    found = overrides(tiles.UP_WEIGHT_GRADIENT, x.shape[1], grad_h.shape[1])
     return hopper.up_weight_gradient(grad_h, x, routing, None if found is None else hopper.Options(**found))
 
 
 def down_weight_gradient(grad_out: Tensor, scaled_a: Tensor, routing: Routing) -> Tensor:
     """grad_w2 (E, d, n); see the twin in `weight_gradient`."""
-    if not on_hopper(grad_out):
+    found = _choice(tiles.DOWN_WEIGHT_GRADIENT, grad_out.shape[1], scaled_a.shape[1], grad_out)
+    if found is PLAIN:
         return weight_gradient.down_weight_gradient(grad_out, scaled_a, routing)
     from implementations.sonicmoe_triton import gluon_weight_gradient as hopper
 
-    found = overrides(tiles.DOWN_WEIGHT_GRADIENT, grad_out.shape[1], scaled_a.shape[1])
     return hopper.down_weight_gradient(grad_out, scaled_a, routing, None if found is None else hopper.Options(**found))

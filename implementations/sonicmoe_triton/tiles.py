@@ -1,6 +1,6 @@
 """Which tile each grouped GEMM uses, over how many programs, and what all six demand of their tensors.
 
-Choices stand in a table; every other shape gets them narrowed to its widths. NOTES.md says what they rest on.
+Each kernel has one, narrowed to the widths at hand. NOTES.md says what they rest on.
 """
 
 from __future__ import annotations
@@ -50,22 +50,17 @@ class Tile:
 _WIDE = Tile(128, 256, 64, warps=8, stages=4)
 _WIDE_FLATTENED = Tile(128, 256, 64, warps=8, stages=3, flatten=True)
 
-#: Choices for 2-byte dtypes where `_TUNED` says nothing else.
+#: Choices for 2-byte dtypes.
 _DEFAULT = {
     UP_PROJECTION: _WIDE,
     DOWN_PROJECTION: _WIDE_FLATTENED,
     INPUT_GRADIENT: _WIDE_FLATTENED,
-    # The epilogue holds H, dH, A' and the accumulator at once: narrow wherever it weighs more than the main loop.
-    HIDDEN_GRADIENT: Tile(128, 128, 64, warps=8, stages=4, flatten=True),
+    # One wide tile gathers the rows of dO once; flattened, its epilogue and the next tile's loads lose to each other.
+    HIDDEN_GRADIENT: _WIDE,
     # Deep pipelines of narrow steps hide the row index that each gathered load waits for. Of the two sides the narrow
     # one is gathered: its loads take an instruction for every 16 bytes, TMA's one for a whole box.
     UP_WEIGHT_GRADIENT: Tile(256, 128, 32, warps=8, stages=7),
     DOWN_WEIGHT_GRADIENT: Tile(128, 256, 32, warps=8, stages=7),
-}
-
-#: (kernel, d, n, bytes of an element) -> the tile to take in place of the default.
-_TUNED = {
-    (HIDDEN_GRADIENT, 4096, 1024, 2): Tile(128, 256, 64, warps=8, stages=3, flatten=True),
 }
 
 
@@ -82,7 +77,7 @@ def choose(kernel: str, d: int, n: int, element_size: int, block_m: int = 128, h
     Raises:
         KeyError: unknown kernel.
     """
-    tile = _TUNED.get((kernel, d, n, element_size), _DEFAULT[kernel])
+    tile = _DEFAULT[kernel]
     rows, columns, steps = {
         UP_PROJECTION: (None, halves * n, d),
         DOWN_PROJECTION: (None, d, n),

@@ -29,14 +29,14 @@ from harness.registry import ROOT, load_registry
 from harness.shapes import MoEShape
 from harness.sweep import load_sweep
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.tuned import TABLE
+from implementations.sonicmoe_triton.tuned import PLAIN, TABLE
 
 #: A choice must be worth an entry.
 MARGIN = 0.01
 ROUNDS = 7
 #: Of one turn, milliseconds.
 TURN_MS = 8.0
-#: What differs from each kernel's default; the first is the default.
+#: What differs from each kernel's default; the first is the default, `PLAIN` the twin with its own choice of tile.
 _CONTIGUOUS: list[dict[str, Any]] = [
     {},
     {"slices": 4, "buffers": 2},
@@ -44,17 +44,20 @@ _CONTIGUOUS: list[dict[str, Any]] = [
     {"by_expert": True, "slices": 4, "buffers": 2},
     {"stages": 5, "slices": 1},
     {"stages": 5, "slices": 2, "buffers": 2},
+    dict(PLAIN),
 ]
 _WEIGHTS: list[dict[str, Any]] = [
     {},
     {"slice_columns": 128, "buffers": 1},
     {"gathered": 256, "dense": 128, "gathered_rows": False},
+    dict(PLAIN),
 ]
 _GATHERED: list[dict[str, Any]] = [
     {"block_n": 256},
     {"block_n": 256, "ragged": True},
     {"block_n": 256, "groups": 2},
     {"block_n": 256, "groups": 2, "ragged": True},
+    dict(PLAIN),
 ]
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
     tiles.UP_PROJECTION: _GATHERED,
@@ -88,38 +91,54 @@ class Layer:
         self.row_scores = to_row_order(scores, self.routing)
         self.rows = self.routing.rows
         # Real values: what a multiplication costs depends on its operands' bits.
-        self.h, self.a = self.launches()[tiles.UP_PROJECTION](CANDIDATES[tiles.UP_PROJECTION][0])
-        self.grad_h, self.scaled_a, _ = self.launches()[tiles.HIDDEN_GRADIENT](CANDIDATES[tiles.HIDDEN_GRADIENT][0])
+        self.h = self.a = self.grad_h = self.scaled_a = self.x
+        self.h, self.a = self.launches()[tiles.UP_PROJECTION](PLAIN)
+        self.grad_h, self.scaled_a, _ = self.launches()[tiles.HIDDEN_GRADIENT](PLAIN)
 
     def launches(self) -> dict[str, Launch]:
         """Each kernel as a function of its options."""
-        from implementations.sonicmoe_triton import gluon_contiguous as contiguous
-        from implementations.sonicmoe_triton import gluon_hidden_gradient as hidden
-        from implementations.sonicmoe_triton import gluon_up_projection as up
-        from implementations.sonicmoe_triton import gluon_weight_gradient as weights
-        from implementations.sonicmoe_triton.gluon_gathered import make_options
+        from implementations.sonicmoe_triton import contiguous_gemm, gluon_contiguous, gluon_gathered, weight_gradient
+        from implementations.sonicmoe_triton import gluon_weight_gradient as gluon_weights
+        from implementations.sonicmoe_triton.gluon_hidden_gradient import hidden_gradient as gluon_hidden_gradient
+        from implementations.sonicmoe_triton.gluon_up_projection import up_projection as gluon_up_projection
+        from implementations.sonicmoe_triton.hidden_gradient import hidden_gradient
+        from implementations.sonicmoe_triton.up_projection import up_projection
 
         r = self.routing
+        gathered = functools.partial(gluon_gathered.make_options, halves=2)
+
+        def choose(
+            plain: Callable[..., Any], gluon: Callable[..., Any], make: Callable[..., Any], *operands: Any
+        ) -> Launch:
+            def launch(options: Mapping[str, Any]) -> Sequence[Tensor]:
+                found = plain(*operands) if options == PLAIN else gluon(*operands, options=make(**options))
+                return [found] if isinstance(found, Tensor) else found
+
+            return launch
+
+        contiguous, weights = gluon_contiguous.Options, gluon_weights.Options
         return {
-            tiles.UP_PROJECTION: lambda o: up.up_projection(
-                self.x, self.w1, r, "swiglu", options=make_options(halves=2, **o)
+            tiles.UP_PROJECTION: choose(
+                up_projection, gluon_up_projection, gathered, self.x, self.w1, r, "swiglu"
             ),
-            tiles.DOWN_PROJECTION: lambda o: [
-                contiguous.down_projection(self.a, self.w2, r, options=contiguous.Options(**o))
-            ],
-            tiles.HIDDEN_GRADIENT: lambda o: hidden.hidden_gradient(
-                self.grad_out, self.w2, self.h, self.row_scores, r, "swiglu", make_options(halves=2, **o)
+            tiles.DOWN_PROJECTION: choose(
+                contiguous_gemm.down_projection, gluon_contiguous.down_projection, contiguous, self.a, self.w2, r
             ),
-            tiles.INPUT_GRADIENT: lambda o: [
-                contiguous.input_gradient(self.grad_h, self.w1, r, contiguous.Options(**o))
-            ],
-            tiles.UP_WEIGHT_GRADIENT: lambda o: [
-                weights.up_weight_gradient(self.grad_h, self.x, r, weights.Options(**o))
-            ],
-            tiles.DOWN_WEIGHT_GRADIENT: lambda o: [
-                weights.down_weight_gradient(self.grad_out, self.scaled_a, r, weights.Options(**o))
-            ],
-        }
+            tiles.HIDDEN_GRADIENT: choose(
+                hidden_gradient, gluon_hidden_gradient, gathered,
+                self.grad_out, self.w2, self.h, self.row_scores, r, "swiglu",
+            ),
+            tiles.INPUT_GRADIENT: choose(
+                contiguous_gemm.input_gradient, gluon_contiguous.input_gradient, contiguous, self.grad_h, self.w1, r
+            ),
+            tiles.UP_WEIGHT_GRADIENT: choose(
+                weight_gradient.up_weight_gradient, gluon_weights.up_weight_gradient, weights, self.grad_h, self.x, r
+            ),
+            tiles.DOWN_WEIGHT_GRADIENT: choose(
+                weight_gradient.down_weight_gradient, gluon_weights.down_weight_gradient, weights,
+                self.grad_out, self.scaled_a, r,
+            ),
+        }  # fmt: skip
 
     def width(self, kernel: str) -> int:
         """See `tuned.overrides`."""

@@ -8,20 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+#: The choice of the plain twin.
+PLAIN: Mapping[str, Any] = {"plain": True}
 #: What `tune` writes: {"gpu", "commit", …, "choices": [{"kernel", "d", "width", "options"}, …]}.
 TABLE = Path(__file__).parent / "tuned.json"
 
 
 @functools.cache
-def _choices() -> dict[tuple[str, int, int], dict[str, Any]]:
+def _choices() -> dict[tuple[str, int, int], Mapping[str, Any]]:
     if not TABLE.exists():
         return {}
     table = json.loads(TABLE.read_text())
-    return {(choice["kernel"], choice["d"], choice["width"]): choice["options"] for choice in table["choices"]}
+    return {
+        (choice["kernel"], choice["d"], choice["width"]): PLAIN if choice["options"] == PLAIN else choice["options"]
+        for choice in table["choices"]
+    }
 
 
 def overrides(kernel: str, d: int, width: int) -> Mapping[str, Any] | None:
-    """Keyword arguments for the kernel's options, or None where nothing was tuned.
+    """Keyword arguments for the kernel's options, `PLAIN` for the plain twin, None where nothing was tuned.
 
     Args:
         kernel: one of the names in `tiles`.
