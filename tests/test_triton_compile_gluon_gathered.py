@@ -20,13 +20,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from implementations.sonicmoe_triton import gluon_hidden_gradient, gluon_up_projection, tiles
-from implementations.sonicmoe_triton.gluon_gathered import Options, make_options
+from implementations.sonicmoe_triton.gluon_gathered import (
+    CONSUMER_REGISTERS,
+    CONSUMER_WARPS,
+    ENTRY_REGISTERS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    Options,
+    Plan,
+    make_options,
+)
 from implementations.sonicmoe_triton.gluon_hidden_gradient import hidden_gradient_kernel
 from implementations.sonicmoe_triton.gluon_up_projection import up_projection_kernel
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not built")
 
-LAYERS = {"7B": (1536, 256), "120B": (4096, 1024), "uneven": (776, 72)}
+LAYERS = {"7B": (1536, 256), "120B": (4096, 1024), "uneven": (776, 72), "narrow": (64, 32)}
 
 
 def boxes(element: str, *sides: int) -> str:
@@ -34,9 +43,8 @@ def boxes(element: str, *sides: int) -> str:
     return f"tensordesc<{element}[{', '.join(map(str, sides))}],{layout!r}>"
 
 
-def compile_kernel(
-    function: Any, signature: dict[str, str], constants: dict[str, Any], options: Options
-) -> triton.compiler.CompiledKernel:
+def compile_kernel(function: Any, signature: dict[str, str], plan: Plan) -> triton.compiler.CompiledKernel:
+    signature |= dict.fromkeys(("gather", "tile_expert", "tile_row", "expert_offsets", "num_tiles"), "*i32")
     signature = {name: signature.get(name, "constexpr") for name in function.arg_names}
     # What a launch finds out of its arguments. Without it loads are not vectorised, and the spills shown are not real.
     aligned = {
@@ -45,53 +53,37 @@ def compile_kernel(
         if kind.startswith("*")
     }
     return triton.compile(
-        GluonASTSource(function, signature, constants, aligned),
+        GluonASTSource(function, signature, {"P": plan}, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": options.tile.warps // options.groups, "maxnreg": options.registers},
+        options={"num_warps": CONSUMER_WARPS, "maxnreg": ENTRY_REGISTERS},
     )
+
+
+def boxes_of_results(element: str, halves: int, options: Options) -> tuple[str, str]:
+    """Of the results with HALVES N columns and with N."""
+    ragged = (1, 1) if options.ragged else ()
+    box = (ROWS.value, options.slice)
+    return boxes(element, *ragged, halves, *box), boxes(element, *ragged, *box)
 
 
 def build_hidden_gradient(
     d: int, n: int, options: Options, element: str = "bf16", activation: str = "swiglu", halves: int = 2
 ) -> triton.compiler.CompiledKernel:
     tile, pointer = options.tile, f"*{element}"
-    ragged = (1, 1) if options.ragged else ()
-    h = (halves, options.rows, options.slice)
+    grad_h_boxes, scaled_a_boxes = boxes_of_results(element, halves, options)
     signature = {
         "grad_out": pointer,
         "w2": boxes(element, 1, tile.block_k, tile.block_n),
-        "h": boxes(element, *h),
+        "h": boxes(element, halves, ROWS.value, options.slice),
         "row_scores": "*fp32",
-        "grad_h_boxes": boxes(element, *ragged, *h),
-        "scaled_a_boxes": boxes(element, *ragged, *h[1:]),
+        "grad_h_boxes": grad_h_boxes,
+        "scaled_a_boxes": scaled_a_boxes,
         "grad_h": pointer,
         "scaled_a": pointer,
         "partial_scores": "*fp32",
-        "gather": "*i32",
-        "tile_expert": "*i32",
-        "tile_row": "*i32",
-        "expert_offsets": "*i32",
-        "num_tiles": "*i32",
         "R": "i32",
     }
-    constants = {
-        "D": d,
-        "N": n,
-        "HALVES": halves,
-        "ACTIVATION": activation,
-        "BM": tile.block_m,
-        "BN": tile.block_n,
-        "BK": tile.block_k,
-        "SLICE": options.slice,
-        "STAGES": tile.stages,
-        "PROGRAMS": 132 * tile.programs,
-        "GROUPS": options.groups,
-        "CONSUMER_REGISTERS": options.consumer_registers,
-        "PRODUCER_REGISTERS": options.producer_registers,
-        "RAGGED": options.ragged,
-        "STAGGER": options.stagger,
-    }
-    return compile_kernel(hidden_gradient_kernel, signature, constants, options)
+    return compile_kernel(hidden_gradient_kernel, signature, Plan(d, n, activation, halves, tile.block_n, 132, options))
 
 
 def build_up_projection(
@@ -104,41 +96,18 @@ def build_up_projection(
     bias: bool = False,
 ) -> triton.compiler.CompiledKernel:
     tile, pointer = options.tile, f"*{element}"
-    ragged = (1, 1) if options.ragged else ()
-    h = (halves, options.rows, options.slice)
+    columns = tile.block_n // halves
+    h_boxes, a_boxes = boxes_of_results(element, halves, options)
     signature = {
         "x": pointer,
-        "w1": boxes(element, halves, tile.block_n // halves, tile.block_k),
+        "w1": boxes(element, halves, columns, tile.block_k),
         "bias1": pointer,
-        "h_boxes": boxes(element, *ragged, *h),
-        "a_boxes": boxes(element, *ragged, *h[1:]),
+        "h_boxes": h_boxes,
+        "a_boxes": a_boxes,
         "h": pointer,
         "a": pointer,
-        "gather": "*i32",
-        "tile_expert": "*i32",
-        "tile_row": "*i32",
-        "expert_offsets": "*i32",
-        "num_tiles": "*i32",
     }
-    constants = {
-        "D": d,
-        "N": n,
-        "HALVES": halves,
-        "ACTIVATION": activation,
-        "HAS_BIAS": bias,
-        "BM": tile.block_m,
-        "BN": tile.block_n,
-        "BK": tile.block_k,
-        "SLICE": options.slice,
-        "STAGES": tile.stages,
-        "PROGRAMS": 132 * tile.programs,
-        "GROUPS": options.groups,
-        "CONSUMER_REGISTERS": options.consumer_registers,
-        "PRODUCER_REGISTERS": options.producer_registers,
-        "RAGGED": options.ragged,
-        "STAGGER": options.stagger,
-    }
-    return compile_kernel(up_projection_kernel, signature, constants, options)
+    return compile_kernel(up_projection_kernel, signature, Plan(d, n, activation, halves, columns, 132, options, bias))
 
 
 def check(compiled: triton.compiler.CompiledKernel, options: Options, folder: Path) -> None:
@@ -156,9 +125,10 @@ def check(compiled: triton.compiler.CompiledKernel, options: Options, folder: Pa
     assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx), facts
     assert re.search(r"cp\.async\.cg\..*0x10", ptx), facts
     assert "cp.async.mbarrier.arrive.noinc" in ptx, facts
-    assert "setmaxnreg" in ptx, facts
+    changed = {int(count) for count in re.findall(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx)}
+    assert {CONSUMER_REGISTERS.value, PRODUCER_REGISTERS.value} <= changed, facts
     assert stack == 0 and " 0 bytes spill stores" in log, facts
-    assert shared * options.tile.programs <= tiles.SHARED_MEMORY, facts
+    assert shared <= tiles.SHARED_MEMORY, facts
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -168,14 +138,11 @@ def test_hidden_gradient(layer: str, tmp_path: Path) -> None:
     check(build_hidden_gradient(d, n, options), options, tmp_path)
 
 
-def test_hidden_gradient_with_two_programs_on_a_multiprocessor(tmp_path: Path) -> None:
-    options = make_options(128, warps=4, programs=2, slice=16, stagger=5000)
+def test_the_other_stores(tmp_path: Path) -> None:
+    options = make_options(256, ragged=False)
     check(build_hidden_gradient(1536, 256, options), options, tmp_path)
-
-
-def test_hidden_gradient_with_two_groups_and_ragged_stores(tmp_path: Path) -> None:
-    options = make_options(256, groups=2, ragged=True)
-    check(build_hidden_gradient(1536, 256, options), options, tmp_path)
+    options = make_options(256, ragged=True)
+    check(build_up_projection(1536, 256, options), options, tmp_path)
 
 
 def test_hidden_gradient_of_an_ungated_activation(tmp_path: Path) -> None:
@@ -193,3 +160,9 @@ def test_up_projection(layer: str, tmp_path: Path) -> None:
 def test_up_projection_of_an_ungated_activation_with_bias(tmp_path: Path) -> None:
     options = gluon_up_projection.choose(256, halves=1)
     check(build_up_projection(1536, 256, options, "fp16", "silu", halves=1, bias=True), options, tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"block_k": 128}, {"stages": 1}], ids=["wide steps", "one stage"])
+def test_options_that_do_not_fit(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"at (most|least)"):
+        make_options(256, ragged=True, **wrong)

@@ -38,9 +38,8 @@ def build(up: bool, d: int, n: int, options: kernels.Options, element: str = "bf
         return f"tensordesc<{element}[{', '.join(map(str, box))}],{layout!r}>"
 
     constants = kernels.constants(options, up, 128, d, dense_width) | {"PROGRAMS": 132}
-    warps = constants.pop("num_warps")
     signature = {"gathered": f"*{element}", "dense": descriptor(loaded), "out": descriptor(stored)}
-    signature |= {"gather": "*i32", "expert_offsets": "*i32", "expert_order": "*i32"}
+    signature |= {"gather": "*i32", "expert_offsets": "*i32"}
     function = kernels.weight_gradient_kernel
     signature = {name: signature.get(name, "constexpr") for name in function.arg_names}
     # What a launch finds out of its arguments; without it rows would not be copied 16 bytes at a time.
@@ -52,7 +51,7 @@ def build(up: bool, d: int, n: int, options: kernels.Options, element: str = "bf
     compiled = triton.compile(
         GluonASTSource(function, signature, constants, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps},
+        options={"num_warps": kernels.WARPS.value},
     )
     return compiled.asm["ptx"], compiled.metadata.shared
 
@@ -61,7 +60,8 @@ def assembler_says(ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix(".cubin")]
+        cubin = source.with_suffix(".cubin")
+        command = [str(TOOLS / "ptxas"), "-v", "--gpu-name=sm_90a", str(source), "-o", str(cubin)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
@@ -92,28 +92,21 @@ def test_chosen_options(up: bool, d: int, n: int, element: str) -> None:
     check(up, d, n, kernels.Options(), element)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        kernels.Options(gathered=192, consumers=3, stages=3, producer_registers=32),
-        kernels.Options(gathered=192, consumers=3, block_k=32, stages=6, producer_registers=32),
-        kernels.Options(consumers=1, block_k=32, stages=8),
-        kernels.Options(gathered=256, dense=128, gathered_rows=False),
-    ],
-    ids=["192 rows", "192 rows, narrow steps", "one consumer", "dense rows"],
-)
-def test_other_options(options: kernels.Options) -> None:
-    check(True, 1536, 256, options)
+@pytest.mark.parametrize("up", [True, False], ids=["dW1", "dW2"])
+@pytest.mark.parametrize(("slice_columns", "buffers"), [(64, 2), (128, 1)])
+def test_gathered_columns(up: bool, slice_columns: int, buffers: int) -> None:
+    options = kernels.Options(256, 128, gathered_rows=False, slice_columns=slice_columns, buffers=buffers)
+    check(up, 4096, 256, options)
 
 
 def test_rows_that_consumers_cannot_share() -> None:
     with pytest.raises(ValueError, match="192 rows"):
-        kernels.Options(gathered=192, consumers=2)
+        kernels.Options(gathered=192)
 
 
 def test_boxes_follow_the_gradient() -> None:
-    options = kernels.Options(gathered=128, dense=256, block_k=64, consumers=2, slice_columns=64)
+    options = kernels.Options(gathered=128, dense=256, block_k=64, slice_columns=64)
     assert kernels.boxes(options, up=True) == ([1, 1, 64, 256], [1, 64, 64])
-    wide_rows = kernels.Options(gathered=128, dense=256, block_k=32, gathered_rows=False, consumers=2)
+    wide_rows = kernels.Options(gathered=128, dense=256, block_k=32, slice_columns=64, gathered_rows=False)
     assert kernels.boxes(wide_rows, up=True) == ([1, 1, 32, 128], [1, 128, 64])
     assert kernels.boxes(wide_rows, up=False) == ([1, 1, 32, 128], [1, 64, 128])

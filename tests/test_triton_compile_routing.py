@@ -68,13 +68,12 @@ def test_router(experts: int, k: int, element: str, tmp_path: Path) -> None:
 def test_metadata(experts: int, k: int, block: int, tmp_path: Path) -> None:
     padded = metadata.padded_experts(experts)
     sizes = {"E": experts, "E_PAD": padded, "BLOCK": block}
-    tiles = {"E": experts, "E_PAD": padded, "BLOCK_M": 128, "BLOCK": metadata.TILES_PER_STORE}
+    rows = {**sizes, "BLOCK_M": 128, "TILES": metadata.TILES_PER_STORE}
     cases: list[tuple[Any, dict[str, Any], int]] = [
         (metadata._routing_count_kernel, sizes, 2),
         (metadata._routing_scan_kernel, {"E": experts, "CHUNK": metadata.SCAN_BLOCKS}, 4),
-        (metadata._routing_tiles_kernel, tiles, 1),
-        (metadata._routing_rows_kernel, {**sizes, "K": k, "GENERAL": False}, 2),
-        (metadata._routing_rows_kernel, {**sizes, "K": experts, "GENERAL": True}, 2),
+        (metadata._routing_rows_kernel, {**rows, "K": k, "GENERAL": False, "SCORED": True}, 2),
+        (metadata._routing_rows_kernel, {**rows, "K": 0, "GENERAL": True, "SCORED": False}, 2),
     ]
     for kernel, constants, warps in cases:
         arguments = {

@@ -9,11 +9,14 @@ the additions is fixed, so equal inputs give equal bits.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
 #: Rows loaded at once, at most: 8 rows x 16 bytes are 32 registers of loads a thread.
@@ -75,13 +78,23 @@ def column_block(d: int, element_size: int) -> tuple[int, int]:
     """(BLOCK_D, warps) for rows of ``d`` elements: one 16-byte vector a thread, 1 to 4 warps, the width that wastes
     the fewest lanes and, among equals, the widest (d = 768, 1536, 4096 in bf16: 256, 512, 1024, no waste)."""
     vectors = 512 // element_size
-    warps = min((4, 2, 1), key=lambda w: triton.cdiv(d, w * vectors) * w)
+    warps = min((4, 2, 1), key=lambda w: cdiv(d, w * vectors) * w)
     return warps * vectors, warps
 
 
 def rows_at_once(k: int | None) -> int:
     """Rows that a program loads at once where every token has ``k`` pairs; None: where they vary."""
-    return ROWS_AT_ONCE if k is None else min(ROWS_AT_ONCE, triton.next_power_of_2(k))
+    return ROWS_AT_ONCE if k is None else min(ROWS_AT_ONCE, next_power_of_2(k))
+
+
+@functools.cache
+def _launcher(k: int | None, weighted: bool, based: bool, d: int, element_size: int) -> tuple[Launcher, int]:
+    """And the blocks of columns of a token. ``k``: as for `rows_at_once`."""
+    block_d, warps = column_block(d, element_size)
+    # A bound on general routing's pairs changes nothing in the kernel, and must not make another one.
+    constants = {"K": k or 0, "GENERAL": k is None, "WEIGHTED": weighted, "BASED": based}
+    sizes = {"D": d, "BLOCK_D": block_d, "ROWS": rows_at_once(k)}
+    return Launcher(_aggregation_kernel, {**constants, **sizes}, num_warps=warps), cdiv(d, block_d)
 
 
 def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, base: Tensor | None = None) -> Tensor:
@@ -109,19 +122,18 @@ def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, bas
         return rows.new_zeros((tokens, d)) if base is None else base.to(rows.dtype, copy=True).contiguous()
     rows = rows.contiguous()
     out = torch.empty((tokens, d), dtype=rows.dtype, device=rows.device)
-    block_d, warps = column_block(d, rows.element_size())
-    general = routing.token_offsets is not None
+    k = routing.k if routing.token_offsets is None else None
+    launcher, column_blocks = _launcher(k, weights is not None, base is not None, d, rows.element_size())
     # Pointers that are never read still have to point somewhere.
-    _aggregation_kernel[(tokens * triton.cdiv(d, block_d),)](
-        rows,
-        rows if weights is None else weights.contiguous(),
-        rows if base is None else base.contiguous(),
-        routing.reverse,
-        routing.reverse if routing.token_offsets is None else routing.token_offsets,
-        out,
-        # A bound on general routing's pairs changes nothing in the kernel, and must not make another one.
-        0 if general else routing.k, general, weights is not None, base is not None,
-        d, block_d, rows_at_once(None if general else routing.k),
-        num_warps=warps,
-    )  # fmt: skip
+    launcher(
+        (tokens * column_blocks,),
+        (
+            rows,
+            rows if weights is None else weights.contiguous(),
+            rows if base is None else base.contiguous(),
+            routing.reverse,
+            routing.reverse if routing.token_offsets is None else routing.token_offsets,
+            out,
+        ),
+    )
     return out

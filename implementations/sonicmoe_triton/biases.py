@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implementations.sonicmoe_triton.launching import cdiv, launch
 from implementations.sonicmoe_triton.metadata import Routing
 
 _ROWS, _COLUMNS = 32, 64
@@ -104,17 +105,12 @@ def expert_sum(values: Tensor, routing: Routing, weights: Tensor | None = None, 
     if routing.gather.numel() == 0:
         return values.new_zeros(experts, c)
     out = values.new_empty(experts, c)
-    _expert_sum_kernel[(experts, triton.cdiv(c, _COLUMNS))](
-        values,
-        weights,
-        routing.gather,
-        routing.expert_offsets,
-        out,
-        c,
-        GATHERED=gathered,
-        WEIGHTED=weights is not None,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
+    launch(
+        _expert_sum_kernel,
+        (experts, cdiv(c, _COLUMNS)),
+        (values, weights, routing.gather, routing.expert_offsets, out, c),
+        {"GATHERED": gathered, "WEIGHTED": weights is not None, "ROWS": _ROWS, "COLUMNS": _COLUMNS},
+        {},
     )
     return out
 
@@ -125,17 +121,14 @@ def row_products(grad_out: Tensor, bias: Tensor, routing: Routing) -> Tensor:
     out = torch.empty(routing.gather.numel(), dtype=torch.float32, device=grad_out.device)
     if out.numel():
         rows = min(_ROWS, routing.block_m)
-        _row_products_kernel[(routing.tile_expert.numel(), routing.block_m // rows)](
-            grad_out,
-            bias,
-            routing.gather,
-            routing.expert_offsets,
-            routing.tile_expert,
-            routing.tile_row,
-            routing.num_tiles,
-            out,
-            grad_out.shape[1],
-            ROWS=rows,
-            COLUMNS=_COLUMNS,
-        )
+        launch(
+            _row_products_kernel,
+            (routing.tile_expert.numel(), routing.block_m // rows),
+            (
+                grad_out, bias, routing.gather, routing.expert_offsets, routing.tile_expert, routing.tile_row,
+                routing.num_tiles, out, grad_out.shape[1],
+            ),
+            {"ROWS": rows, "COLUMNS": _COLUMNS},
+            {},
+        )  # fmt: skip
     return out

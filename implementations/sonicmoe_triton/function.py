@@ -1,11 +1,12 @@
-"""The SonicMoE layer (arXiv 2512.14080) for autograd: one operator for the forward, one for the backward.
+"""The SonicMoE layer (arXiv 2512.14080) for autograd: one step for the forward, one for the backward.
 
 The router is inside, so that the gradient of x is written once. Between the two passes lie X (the caller's), H, the
 scores and the routing, nothing of size TK·d: beside the output (2Td bytes in a 2-byte dtype) 4TKn for H, 16TK for
 scores, experts, gather and reverse index, and O(E + tiles). No GEMM runs twice and nothing waits for the host.
 
-Each pass is one `torch.library` operator with a fake twin that only tells shapes. To torch.compile it is one opaque
-step, a CUDA graph captures it, and fake tensors trace it without a GPU.
+Eagerly a pass is a plain `autograd.Function`, which costs the host little, since it has to stay ahead of the GPU. Where
+somebody looks on (a compiler, fake tensors, a dispatch mode) each pass is one `torch.library` operator with a fake twin
+that only tells shapes: one opaque step to torch.compile, and traced without a GPU. CUDA graphs capture either.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.aggregation import aggregate
 from implementations.sonicmoe_triton.biases import expert_sum, row_products
-from implementations.sonicmoe_triton.contiguous_gemm import down_projection, input_gradient
-from implementations.sonicmoe_triton.hidden_gradient import hidden_gradient
-from implementations.sonicmoe_triton.metadata import Routing, make_routing, to_row_order
+from implementations.sonicmoe_triton.kernels import (
+    down_projection,
+    down_weight_gradient,
+    hidden_gradient,
+    input_gradient,
+    up_projection,
+    up_weight_gradient,
+)
+from implementations.sonicmoe_triton.metadata import Routing, route
 from implementations.sonicmoe_triton.router import router_backward, top_k
-from implementations.sonicmoe_triton.up_projection import up_projection
-from implementations.sonicmoe_triton.weight_gradient import down_weight_gradient, up_weight_gradient
 
 CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
 #: M tile of the grouped GEMMs over rows.
@@ -72,7 +78,8 @@ def moe_layer(
     """
     _check_router(x, router, w1, k, convention)
     _check_experts(x, w1, w2, bias1, bias2, activation)
-    return _moe_layer(x, w1, w2, router, bias1, bias2, k, convention, activation, False)[0]
+    arguments = x, w1, w2, router, bias1, bias2, k, convention, activation, False
+    return _LayerFunction.apply(*arguments) if _is_plain(*arguments[:6]) else _moe_layer(*arguments)[0]
 
 
 def moe_layer_with_router(
@@ -90,7 +97,11 @@ def moe_layer_with_router(
     gradient to the router's."""
     _check_router(x, router, w1, k, convention)
     _check_experts(x, w1, w2, bias1, bias2, activation)
-    out, logits, *held = _moe_layer(x, w1, w2, router, bias1, bias2, k, convention, activation, True)
+    arguments = x, w1, w2, router, bias1, bias2, k, convention, activation, True
+    if _is_plain(*arguments[:6]):
+        out, logits, counts = _LayerFunction.apply(*arguments)
+        return out, RouterOutput(logits, counts)
+    out, logits, *held = _moe_layer(*arguments)
     return out, RouterOutput(logits, torch.diff(_Held(*held).expert_offsets))
 
 
@@ -142,7 +153,8 @@ def routed_experts(
         if k == 0:
             token_offsets = experts.new_zeros(tokens + 1, dtype=torch.int32)
     pairs = experts.reshape(-1).int()
-    return _routed_experts(x, w1, w2, scores.reshape(-1).float(), pairs, token_offsets, bias1, bias2, k, activation)[0]
+    arguments = x, w1, w2, scores.reshape(-1).float(), pairs, token_offsets, bias1, bias2, k, activation
+    return _RoutedFunction.apply(*arguments) if _is_plain(*arguments[:8]) else _routed_experts(*arguments)[0]
 
 
 def choose_experts(x: Tensor, router: Tensor, k: int, convention: str = "topk_softmax") -> tuple[Tensor, Tensor]:
@@ -197,7 +209,24 @@ def _hold(h: Tensor, row_scores: Tensor, routing: Routing) -> _Held:
 
 
 def _logits(x: Tensor, router: Tensor) -> Tensor:
-    return x @ router.T
+    return torch.mm(x, router.t())
+
+
+_PLAIN = frozenset({Tensor, Parameter, type(None)})
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether nobody looks on who could not see through an `autograd.Function` that launches kernels: no compiler, no
+    fake or other subclass of tensors, no dispatch mode, no functional transform."""
+    x = tensors[0]
+    return (
+        not torch.compiler.is_compiling()
+        and _PLAIN.issuperset(map(type, tensors))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and x is not None
+        and not x.is_meta
+    )
 
 
 class _Parameters(NamedTuple):
@@ -219,12 +248,26 @@ def _experts_forward(
     return aggregate(y, routing, weights=row_scores), h
 
 
-class _ExpertGradients(NamedTuple):
-    grad_x: Tensor  # (T, d)
-    grad_w1: Tensor  # (E, 2n, d)
-    grad_w2: Tensor  # (E, d, n)
-    grad_bias1: Tensor  # (E, 2n)
-    grad_bias2: Tensor  # (E, d)
+class _Needs(NamedTuple):
+    """Which gradients are wanted; ``routing``: that of the router, or of the caller's scores."""
+
+    x: bool
+    w1: bool
+    w2: bool
+    routing: bool
+    bias1: bool
+    bias2: bool
+
+
+class _Gradients(NamedTuple):
+    """None where not wanted; ``routing`` as in `_Needs`."""
+
+    x: Tensor | None  # (T, d)
+    w1: Tensor | None  # (E, 2n, d)
+    w2: Tensor | None  # (E, d, n)
+    routing: Tensor | None  # (E, d) or (P,)
+    bias1: Tensor | None  # (E, 2n)
+    bias2: Tensor | None  # (E, d)
 
 
 def _experts_backward(
@@ -234,43 +277,153 @@ def _experts_backward(
     held: _Held,
     routing: Routing,
     activation: str,
-    router_term: Callable[[Tensor], Tensor | None],
-    needs: list[bool],
-) -> _ExpertGradients:
+    routing_backward: Callable[[Tensor], tuple[Tensor | None, Tensor | None]],
+    needs: _Needs,
+) -> _Gradients:
     """Steps 6 to 10.
 
     Args:
-        router_term: called with dS (R,) fp32 in row order once it is known; returns what dX gains by the router.
-        needs: which of the gradients of x, w1, w2 are wanted; the others come back empty.
+        routing_backward: called with dS (R,) fp32 in row order once it is known; returns the routing's gradient and
+            what dX gains by the router.
     """
     w1, w2, bias1, bias2 = parameters
-    needs_x, needs_w1, needs_w2 = needs
-    # Each a tensor of its own, since an operator's outputs must not alias each other.
-    grad_x, grad_w1, grad_w2, grad_bias1, grad_bias2 = (x.new_empty(0) for _ in range(5))
+    grad_x = grad_w1 = grad_w2 = grad_bias1 = grad_bias2 = None
     # 6. dA' = dO W2, then dS, A' = S A and dH in its epilogue: neither Y nor dY is needed.
     grad_h, scaled_a, grad_row_scores = hidden_gradient(grad_out, w2, held.h, held.row_scores, routing, activation)
     # 7. dW2.
-    if needs_w2:
+    if needs.w2:
         grad_w2 = down_weight_gradient(grad_out, scaled_a, routing)
     del scaled_a
-    if bias1 is not None:
+    if bias1 is not None and needs.bias1:
         grad_bias1 = expert_sum(grad_h, routing)
     if bias2 is not None:
         grad_row_scores += row_products(grad_out, bias2, routing)
-        grad_bias2 = expert_sum(grad_out, routing, weights=held.row_scores, gathered=True)
-    base = router_term(grad_row_scores)
+        if needs.bias2:
+            grad_bias2 = expert_sum(grad_out, routing, weights=held.row_scores, gathered=True)
+    grad_routing, base = routing_backward(grad_row_scores)
     # 8. and 9. dX.
-    if needs_x:
+    if needs.x:
         grad_rows = input_gradient(grad_h, w1, routing)
         grad_x = aggregate(grad_rows, routing, base=base)
         del grad_rows
     # 10. dW1.
-    if needs_w1:
+    if needs.w1:
         grad_w1 = up_weight_gradient(grad_h, x, routing)
-    return _ExpertGradients(grad_x, grad_w1, grad_w2, grad_bias1, grad_bias2)
+    return _Gradients(grad_x, grad_w1, grad_w2, grad_routing, grad_bias1, grad_bias2)
 
 
 # The layer, router inside.
+
+
+def _layer_forward(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    k: int,
+    convention: str,
+    activation: str,
+    keep_logits: bool,
+) -> tuple[Tensor, Tensor | None, _Held]:
+    """(out, logits if they are asked for or the backward needs them, held)."""
+    x = x.contiguous()
+    with torch.cuda.device_of(x):
+        # 1. Router: logits in the layer's dtype, compared and normalised in fp32.
+        logits = _logits(x, router)
+        scores, experts = top_k(logits, k, convention)
+        # 2. Routing.
+        routing, row_scores = route(scores, experts, router.shape[0], BLOCK_M)
+        del scores
+        kept = logits if keep_logits or convention == "softmax_topk" else None
+        del logits
+        out, h = _experts_forward(x, _Parameters(w1, w2, bias1, bias2), row_scores, routing, activation)
+    return out, kept, _hold(h, row_scores, routing)
+
+
+def _layer_backward(
+    grad_out: Tensor,
+    grad_logits: Tensor | None,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    logits: Tensor | None,
+    k: int,
+    convention: str,
+    activation: str,
+    *,
+    held: _Held,
+    needs: _Needs,
+) -> _Gradients:
+    """Gradients of the first six tensors of `_layer_forward`. ``logits``: for ``softmax_topk`` only."""
+    x, grad_out = x.contiguous(), grad_out.contiguous()
+
+    def router_gradients(grad_row_scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """11. dS -> dlogits -> dWr, and the router's term of dX."""
+        if not needs.x and not needs.routing:
+            return None, None
+        experts = held.experts.view(-1, k)
+        total = router_backward(
+            held.row_scores, experts, grad_row_scores, convention, logits, router.shape[0], x.dtype, held.reverse
+        )
+        if grad_logits is not None:
+            total += grad_logits
+        return torch.mm(total.t(), x) if needs.routing else None, torch.mm(total, router) if needs.x else None
+
+    parameters = _Parameters(w1, w2, bias1, bias2)
+    with torch.cuda.device_of(x):
+        return _experts_backward(grad_out, x, parameters, held, held.routing(k), activation, router_gradients, needs)
+
+
+class _LayerFunction(torch.autograd.Function):
+    """`_layer_forward` and `_layer_backward`; returns out or, if logits are kept, (out, logits, counts)."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *tensors, k, convention, activation, keep_logits = arguments
+        out, logits, held = _layer_forward(*arguments)
+        # Logits that were only asked for, the backward does not need.
+        ctx.save_for_backward(*tensors, logits if convention == "softmax_topk" else None, *held)
+        ctx.rest = k, convention, activation
+        if not keep_logits:
+            return out
+        # A loss may be made of the output alone or of the logits alone.
+        ctx.set_materialize_grads(False)
+        counts = torch.diff(held.expert_offsets)
+        ctx.mark_non_differentiable(counts)
+        return out, logits, counts
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_logits: Tensor | None = None, *_: Any) -> Any:
+        needs = _Needs(*ctx.needs_input_grad[:6])
+        saved = ctx.saved_tensors
+        if grad_out is None:
+            if grad_logits is None:
+                return (None,) * 10
+            grad_out = torch.zeros_like(saved[0])
+        if _is_eager_backward(grad_out, grad_logits, saved[0]):
+            found = _layer_backward(grad_out, grad_logits, *saved[:7], *ctx.rest, held=_Held(*saved[7:]), needs=needs)
+        else:
+            found = _wanted(_moe_layer_backward(grad_out, grad_logits, *saved, *ctx.rest, needs), needs)
+        return *found, None, None, None, None
+
+
+def _is_eager_backward(*tensors: Tensor | None) -> bool:
+    """Whether the backward may run as it is. A backward that is to be differentiated itself (``create_graph``) is left
+    to the operator, whose gradients refuse that with a message when it comes to it."""
+    return not torch.is_grad_enabled() and _is_plain(*tensors)
+
+
+def _wanted(gradients: Sequence[Tensor], needs: _Needs) -> _Gradients:
+    """An operator's gradients without the empty ones."""
+    return _Gradients(*(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)))
+
+
+# The same as operators.
 
 _HELD = (
     "Tensor h, Tensor row_scores, Tensor experts, Tensor gather, Tensor reverse, Tensor expert_offsets, "
@@ -298,18 +451,8 @@ def _moe_layer(
     keep_logits: bool,
 ) -> tuple[Tensor, ...]:
     """(out, logits or nothing, *held)."""
-    x = x.contiguous()
-    with torch.cuda.device_of(x):
-        # 1. Router: logits in the layer's dtype, compared and normalised in fp32.
-        logits = _logits(x, router)
-        scores, experts = top_k(logits, k, convention)
-        # 2. Routing.
-        routing = make_routing(experts, router.shape[0], BLOCK_M)
-        row_scores = to_row_order(scores, routing)
-        if not keep_logits and convention != "softmax_topk":
-            logits = logits.new_empty(0)
-        out, h = _experts_forward(x, _Parameters(w1, w2, bias1, bias2), row_scores, routing, activation)
-    return out, logits, *_hold(h, row_scores, routing)
+    out, logits, held = _layer_forward(x, w1, w2, router, bias1, bias2, k, convention, activation, keep_logits)
+    return out, x.new_empty(0) if logits is None else logits, *held
 
 
 @_moe_layer.register_fake
@@ -343,7 +486,7 @@ def _fake_held(x: Tensor, w1: Tensor, rows: int) -> _Held:
 @torch.library.custom_op(
     "sonicmoe_triton::moe_layer_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor? grad_logits, {_WEIGHTS}, Tensor logits, {_HELD}, int k, str convention, "
+    schema=f"(Tensor grad_out, Tensor? grad_logits, {_WEIGHTS}, Tensor? logits, {_HELD}, int k, str convention, "
     "str activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _moe_layer_backward(
@@ -355,44 +498,16 @@ def _moe_layer_backward(
     router: Tensor,
     bias1: Tensor | None,
     bias2: Tensor | None,
-    logits: Tensor,
+    logits: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, w1, w2, router, bias1, bias2; ``needs`` says which of the first four are wanted, the others, and
-    those of biases that are None, come back empty."""
+    """Gradients of x, w1, w2, router, bias1, bias2; those that ``needs`` does not want come back empty."""
     *tensors, k, convention, activation, needs = rest
-    held = _Held(*tensors)
-    x, grad_out = x.contiguous(), grad_out.contiguous()
-    needs_x, _, _, needs_router = needs
-    grad_router = x.new_empty(0)
-
-    def router_term(grad_row_scores: Tensor) -> Tensor | None:
-        """11. dS -> dlogits -> dWr, and the router's term of dX."""
-        nonlocal grad_router
-        if not needs_x and not needs_router:
-            return None
-        total = router_backward(
-            held.row_scores,
-            held.experts.view(-1, k),
-            grad_row_scores,
-            convention,
-            logits if convention == "softmax_topk" else None,
-            router.shape[0],
-            x.dtype,
-            held.reverse,
-        )
-        if grad_logits is not None:
-            total += grad_logits
-        if needs_router:
-            grad_router = total.T @ x
-        return total @ router if needs_x else None
-
-    routing = held.routing(k)
-    with torch.cuda.device_of(x):
-        found = _experts_backward(
-            grad_out, x, _Parameters(w1, w2, bias1, bias2), held, routing, activation, router_term, needs[:3]
-        )
-    return found.grad_x, found.grad_w1, found.grad_w2, grad_router, found.grad_bias1, found.grad_bias2
+    found = _layer_backward(
+        grad_out, grad_logits, x, w1, w2, router, bias1, bias2, logits, k, convention, activation,
+        held=_Held(*tensors), needs=_Needs(*needs),
+    )  # fmt: skip
+    return _all(found, x)
 
 
 @_moe_layer_backward.register_fake
@@ -400,18 +515,22 @@ def _(_grad_out: Tensor, _grad_logits: Tensor | None, *rest: Any) -> tuple[Tenso
     return _fake_gradients(rest[:6], needs=rest[-1])
 
 
+def _all(gradients: _Gradients, like: Tensor) -> tuple[Tensor, ...]:
+    """An operator has a tensor for every output: an empty one, each its own, where nothing is wanted."""
+    return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
 def _fake_gradients(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Shapes of the gradients of four tensors, of which some are wanted, and of two biases, which may be None."""
     x = inputs[0]
     assert x is not None
     return tuple(
-        x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if need else 0)
-        for tensor, need in zip(inputs, (*needs, True, True), strict=True)
+        tensor.new_empty(tensor.shape) if tensor is not None and need else x.new_empty(0)
+        for tensor, need in zip(inputs, needs, strict=True)
     )
 
 
 def _moe_layer_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w1, w2, router, bias1, bias2, k, convention, activation, _ = inputs
+    *tensors, k, convention, activation, _ = inputs
     _, logits, *held = output
     if logits.dim() == 1:
         ctx.mark_non_differentiable(logits, *held)
@@ -419,10 +538,8 @@ def _moe_layer_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
         ctx.mark_non_differentiable(*held)
     # Without this, autograd would hand in a zero gradient of H, as large as H.
     ctx.set_materialize_grads(False)
-    # Logits that were only asked for, the backward does not need.
-    kept = logits if convention == "softmax_topk" else x.new_empty(0)
-    ctx.save_for_backward(x, w1, w2, router, bias1, bias2, kept, *held)
-    ctx.k, ctx.convention, ctx.activation = k, convention, activation
+    ctx.save_for_backward(*tensors, logits if convention == "softmax_topk" else None, *held)
+    ctx.rest = k, convention, activation
 
 
 def _moe_layer_gradients(ctx: Any, grad_out: Tensor | None, grad_logits: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -431,21 +548,91 @@ def _moe_layer_gradients(ctx: Any, grad_out: Tensor | None, grad_logits: Tensor 
         if grad_logits is None:
             return (None,) * 10
         grad_out = torch.zeros_like(saved[0])
-    needs = list(ctx.needs_input_grad[:4])
-    found = torch.ops.sonicmoe_triton.moe_layer_backward(
-        grad_out, grad_logits, *saved, ctx.k, ctx.convention, ctx.activation, needs
-    )
-    return *_only(found, ctx.needs_input_grad[:6]), None, None, None, None
-
-
-def _only(gradients: tuple[Tensor, ...], needed: tuple[bool, ...]) -> list[Tensor | None]:
-    return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
+    needs = _Needs(*ctx.needs_input_grad[:6])
+    return *_wanted(_moe_layer_backward(grad_out, grad_logits, *saved, *ctx.rest, needs), needs), None, None, None, None
 
 
 _moe_layer.register_autograd(_moe_layer_gradients, setup_context=_moe_layer_setup)
 
 
 # The experts alone, routed by the caller.
+
+
+def _routed_forward(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    scores: Tensor,
+    experts: Tensor,
+    token_offsets: Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    k: int,
+    activation: str,
+) -> tuple[Tensor, _Held]:
+    x = x.contiguous()
+    given = experts.view(-1, k) if token_offsets is None else experts
+    with torch.cuda.device_of(x):
+        routing, row_scores = route(scores, given, w1.shape[0], BLOCK_M, token_offsets)
+        out, h = _experts_forward(x, _Parameters(w1, w2, bias1, bias2), row_scores, routing, activation)
+    return out, _hold(h, row_scores, routing)
+
+
+def _routed_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    token_offsets: Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    k: int,
+    activation: str,
+    *,
+    held: _Held,
+    needs: _Needs,
+) -> _Gradients:
+    """Gradients of x, w1, w2, scores, bias1, bias2."""
+    x, grad_out = x.contiguous(), grad_out.contiguous()
+
+    def scores_gradient(grad_row_scores: Tensor) -> tuple[Tensor | None, None]:
+        return grad_row_scores[held.reverse] if needs.routing else None, None
+
+    parameters, routing = _Parameters(w1, w2, bias1, bias2), held.routing(k, token_offsets)
+    with torch.cuda.device_of(x):
+        return _experts_backward(grad_out, x, parameters, held, routing, activation, scores_gradient, needs)
+
+
+def _needs_of_routed(ctx: Any) -> _Needs:
+    x, w1, w2, scores, _, _, bias1, bias2, _, _ = ctx.needs_input_grad
+    return _Needs(x, w1, w2, scores, bias1, bias2)
+
+
+def _in_routed_order(found: _Gradients) -> tuple[Tensor | None, ...]:
+    """Gradients of `_routed_forward`'s arguments."""
+    return *found[:4], None, None, found.bias1, found.bias2, None, None
+
+
+class _RoutedFunction(torch.autograd.Function):
+    """`_routed_forward` and `_routed_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, w1, w2, _, _, token_offsets, bias1, bias2, k, activation = arguments
+        out, held = _routed_forward(*arguments)
+        ctx.save_for_backward(x, w1, w2, token_offsets, bias1, bias2, *held)
+        ctx.rest = k, activation
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        needs, saved = _needs_of_routed(ctx), ctx.saved_tensors
+        if _is_eager_backward(grad_out, saved[0]):
+            found = _routed_backward(grad_out, *saved[:6], *ctx.rest, held=_Held(*saved[6:]), needs=needs)
+        else:
+            found = _wanted(_routed_experts_backward(grad_out, *saved, *ctx.rest, needs), needs)
+        return _in_routed_order(found)
+
 
 _ROUTED = (
     "Tensor x, Tensor w1, Tensor w2, Tensor scores, Tensor experts, Tensor? token_offsets, Tensor? bias1, Tensor? bias2"
@@ -471,13 +658,8 @@ def _routed_experts(
     activation: str,
 ) -> tuple[Tensor, ...]:
     """(out, *held without experts)."""
-    x = x.contiguous()
-    given = experts.view(-1, k) if token_offsets is None else experts
-    with torch.cuda.device_of(x):
-        routing = make_routing(given, w1.shape[0], BLOCK_M, token_offsets)
-        row_scores = to_row_order(scores, routing)
-        out, h = _experts_forward(x, _Parameters(w1, w2, bias1, bias2), row_scores, routing, activation)
-    _h, _scores, _experts, *others = _hold(h, row_scores, routing)
+    out, held = _routed_forward(x, w1, w2, scores, experts, token_offsets, bias1, bias2, k, activation)
+    h, row_scores, _experts, *others = held
     return out, h, row_scores, *others
 
 
@@ -505,21 +687,10 @@ def _routed_experts_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of x, w1, w2, scores, bias1, bias2; ``needs`` as in `_moe_layer_backward`."""
     *tensors, k, activation, needs = rest
-    held = _Held(*tensors)
-    x, grad_out = x.contiguous(), grad_out.contiguous()
-    grad_scores = held.row_scores.new_empty(0)
-
-    def router_term(grad_row_scores: Tensor) -> None:
-        nonlocal grad_scores
-        if needs[3]:
-            grad_scores = grad_row_scores[held.reverse]
-
-    routing = held.routing(k, token_offsets)
-    with torch.cuda.device_of(x):
-        found = _experts_backward(
-            grad_out, x, _Parameters(w1, w2, bias1, bias2), held, routing, activation, router_term, needs[:3]
-        )
-    return found.grad_x, found.grad_w1, found.grad_w2, grad_scores, found.grad_bias1, found.grad_bias2
+    found = _routed_backward(
+        grad_out, x, w1, w2, token_offsets, bias1, bias2, k, activation, held=_Held(*tensors), needs=_Needs(*needs)
+    )
+    return _all(found, x)
 
 
 @_routed_experts_backward.register_fake
@@ -536,19 +707,15 @@ def _routed_experts_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
     ctx.mark_non_differentiable(h, row_scores, *rest)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, w1, w2, token_offsets, bias1, bias2, h, row_scores, experts, *rest)
-    ctx.k, ctx.activation = k, activation
+    ctx.rest = k, activation
 
 
 def _routed_experts_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_out is None:
         return (None,) * 10
-    needs_x, needs_w1, needs_w2, needs_scores, _, _, needs_bias1, needs_bias2, _, _ = ctx.needs_input_grad
-    needs = [needs_x, needs_w1, needs_w2, needs_scores]
-    found = torch.ops.sonicmoe_triton.routed_experts_backward(
-        grad_out, *ctx.saved_tensors, ctx.k, ctx.activation, needs
-    )
-    *four, bias1, bias2 = _only(found, (*needs, needs_bias1, needs_bias2))
-    return *four, None, None, bias1, bias2, None, None
+    needs = _needs_of_routed(ctx)
+    found = _routed_experts_backward(grad_out, *ctx.saved_tensors, *ctx.rest, needs)
+    return _in_routed_order(_wanted(found, needs))
 
 
 _routed_experts.register_autograd(_routed_experts_gradients, setup_context=_routed_experts_setup)

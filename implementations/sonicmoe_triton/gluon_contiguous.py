@@ -21,11 +21,11 @@ whatever lies there and are not stored: see `_rows_by_expert`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,8 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
-from implementations.sonicmoe_triton.tiles import Tile
 
 #: Rows that the descriptor of `_rows_by_expert` claims for every expert.
 _RAGGED_ROWS = gl.constexpr(2**30)
@@ -262,7 +262,13 @@ def _multiply_tiles(y, bias, rings, staging, bars, turns, row_tiles, used, GROUP
     tma.store_wait(0)
 
 
-@gluon.jit
+def _name(specialization: Any) -> str:
+    """Of a compiled kernel: profilers tell the two GEMMs apart by it."""
+    gemm = "down_projection" if specialization.constants["P"].b_transposed else "input_gradient"
+    return f"gluon_{gemm}_kernel"
+
+
+@gluon.jit(repr=_name)
 def contiguous_kernel(  # type: ignore[no-untyped-def]
     a,  # descriptor of (R, k), box (block_m, block_k)
     b,  # descriptor of (E, columns, k), box (1, block_n, block_k), or of (E, k, columns), box (1, block_k, block_n)
@@ -305,12 +311,13 @@ def contiguous_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def _layout(box: list[int], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(box, _DTYPES[dtype])
+@functools.cache
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
 
 
 def _boxes(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, box, _layout(box, tensor.dtype))
+    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), box, _layout(tuple(box), tensor.dtype))
 
 
 def _rows_by_expert(y: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -328,14 +335,15 @@ def _rows_by_expert(y: Tensor, rows: int, width: int) -> TensorDescriptor:
     d = y.shape[1]
     box = [1, 1, rows, width]
     shape = [0x7FFF0000, 0x7FFF0000, _RAGGED_ROWS.value, d]
-    return TensorDescriptor(y, shape, [2**34 - d, d, d, 1], box, _layout(box, y.dtype))
+    return TensorDescriptor(y, shape, [2**34 - d, d, d, 1], box, _layout(tuple(box), y.dtype))
 
 
+@functools.cache
 def choose(columns: int, k: int) -> Options:
     """The options for an output of so many columns and a contraction of length k."""
     default = Options()
-    block_n = min(default.block_n, max(64, triton.next_power_of_2(columns)))
-    block_k = min(default.block_k, max(16, triton.next_power_of_2(k)))
+    block_n = min(default.block_n, max(64, next_power_of_2(columns)))
+    block_k = min(default.block_k, max(16, next_power_of_2(k)))
     return replace(default, block_n=block_n, block_k=block_k, slices=block_n // 64)
 
 
@@ -346,21 +354,24 @@ def _run(
     columns, k = y.shape[1], a.shape[1]
     block_m = routing.block_m
     options = options or choose(columns, k)
-    tile = Tile(block_m, options.block_n, options.block_k, _GROUPS.value * _WARPS, options.stages)
-    grid, stride = tiles.programs(tile, routing.max_tiles * triton.cdiv(columns, options.block_n), a.device)
-    plan = _Plan(columns, k, b_transposed, bias is not None, block_m, stride, options)
+    tile_count = routing.max_tiles * cdiv(columns, options.block_n)
+    stride = tiles.multiprocessors(a.device)
     b_box = [1, options.block_n, options.block_k] if b_transposed else [1, options.block_k, options.block_n]
-    with torch.cuda.device_of(a):
-        contiguous_kernel[(grid,)](
+    _launcher(columns, k, b_transposed, bias is not None, block_m, stride, options)(
+        (min(stride, tile_count),),
+        (
             _boxes(tiles.dense(a), [block_m, options.block_k]),
             _boxes(tiles.dense(b), b_box),
             _rows_by_expert(y, block_m, options.block_n // options.slices),
             y if bias is None else bias.contiguous(),
             *routing.row_tiles,
-            P=plan,
-            num_warps=_WARPS,
-            maxnreg=_ENTRY_REGISTERS,
-        )
+        ),
+    )
+
+
+@functools.cache
+def _launcher(*plan: Any) -> Launcher:
+    return Launcher(contiguous_kernel, {"P": _Plan(*plan)}, num_warps=_WARPS, maxnreg=_ENTRY_REGISTERS)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

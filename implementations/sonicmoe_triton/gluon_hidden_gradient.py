@@ -1,11 +1,11 @@
 """`hidden_gradient` for Hopper, warp-specialised: the same results as the plain twin beside this file.
 
-Two partitions walk through one ring of stages (gluon_gathered.py):
+Three partitions walk through one ring of stages (gluon_gathered.py):
 
 - Producer (4 warps, few registers): gathered rows of dO by cp.async and boxes of W2 by TMA, then the slices of the
-  tile's H. It runs a whole ring ahead, so that H and the next tile's first steps arrive while the consumer is busy.
-- Consumer: multiplies, then works through the slices. dH overwrites the H that it was made from, A' stands beside it,
-  and both leave by TMA while the next slice is computed.
+  tile's H. It runs a whole ring ahead, so that H and the next tile's first steps arrive while the consumers are busy.
+- Two consumers (4 warps each), one for each half of a tile's rows: multiply, then work through the slices. dH
+  overwrites the H that it was made from, A' stands beside it, and both leave by TMA while the next slice is computed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.gluon_gathered import (
+    CONSUMER_REGISTERS,
+    CONSUMER_WARPS,
+    ENTRY_REGISTERS,
+    GROUPS,
+    PRODUCER_REGISTERS,
     PRODUCER_WARPS,
+    ROWS,
     Options,
+    Plan,
     boxes,
     boxes_of_halves,
     boxes_of_rows,
@@ -31,11 +38,11 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     copy_rows,
     gathered_rows,
     halves_of_group,
-    make_barriers,
+    locate,
     make_options,
+    make_ring,
     release_before,
     rows_of_group,
-    stagger,
     store_slice,
     value_and_slope,
     wait_empty,
@@ -46,51 +53,29 @@ from implementations.sonicmoe_triton.metadata import Routing
 
 
 @gluon.jit
-def _produce(  # type: ignore[no-untyped-def]
-    ring,
-    row_tiles,
-    grad_out,
-    w2,
-    h,
-    gather,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    HALVES: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    SLICE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    GROUPS: gl.constexpr,
-):
+def _produce(ring, row_tiles, num_tiles, operands, P: gl.constexpr):  # type: ignore[no-untyped-def]
     a_ring, b_ring, full, empty = ring
-    tile_expert, tile_row, expert_offsets, num_tiles = row_tiles
-    COLUMN_TILES: gl.constexpr = (N + BN - 1) // BN
+    grad_out, w2, h, gather = operands
     step = 0
-    for tile in range(gl.program_id(0), gl.load(num_tiles) * COLUMN_TILES, PROGRAMS):
-        row_tile = tile // COLUMN_TILES
-        column = tile % COLUMN_TILES * BN
-        expert = gl.load(tile_expert + row_tile)
-        first = gl.load(tile_row + row_tile)
-        size = gl.load(expert_offsets + expert + 1) - first
-        rows = gathered_rows(grad_out, gather, first, size, D, BM, BK)
-        for k in range(0, D, BK):
-            stage = wait_empty(empty, step, STAGES)
+    for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
+        expert, first, size = locate(tile, row_tiles, 0, P)
+        column = tile % P.column_tiles * P.columns
+        rows = gathered_rows(grad_out, gather, first, size, P)
+        for k in range(0, P.d, P.options.tile.block_k):
+            stage = wait_empty(empty, step)
             barrier = full.index(stage)
             mbarrier.expect(barrier, w2.block_type.nbytes)
             tma.async_copy_global_to_shared(w2, [expert, k, column], barrier, b_ring.index(stage))
-            copy_rows(a_ring.index(stage), rows, k, barrier, D, BK)
+            copy_rows(a_ring.index(stage), rows, k, barrier, P)
             step += 1
-        for slice_column in range(column, column + BN, SLICE):
-            stage = wait_empty(empty, step, STAGES)
+        for slice_column in range(column, column + P.columns, P.options.slice):
+            stage = wait_empty(empty, step)
             barrier = full.index(stage)
             mbarrier.expect(barrier, GROUPS * h.block_type.nbytes)
             # A tail tile's boxes read rows of the next expert: harmless, and nothing of them is stored.
             for group in gl.static_range(GROUPS):
-                halves = halves_of_group(b_ring.index(stage), HALVES, BM // GROUPS, SLICE, GROUPS, group)
-                row = first + group * (BM // GROUPS)
-                tma.async_copy_global_to_shared(h, [0, row, slice_column], barrier, halves)
+                halves = halves_of_group(b_ring.index(stage), group, P)
+                tma.async_copy_global_to_shared(h, [0, first + group * ROWS, slice_column], barrier, halves)
             # No rows to copy in this step, but `full` counts every thread.
             async_copy.mbarrier_arrive(barrier, increment_count=False)
             step += 1
@@ -107,71 +92,50 @@ def _activation_backward(gate, up, grad, HALVES: gl.constexpr, ACTIVATION: gl.co
 
 
 @gluon.jit
-def _consume(  # type: ignore[no-untyped-def]
-    ring,
-    row_tiles,
-    results,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    HALVES: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    SLICE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    RAGGED: gl.constexpr,
-    STAGGER: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     a_ring, b_ring, full, empty = ring
-    tile_expert, tile_row, expert_offsets, num_tiles = row_tiles
     row_scores, grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, partial_scores, R = results
-    ROWS: gl.constexpr = BM // GROUPS
-    COLUMN_TILES: gl.constexpr = (N + BN - 1) // BN
+    HALVES: gl.constexpr = P.halves
+    ACTIVATION: gl.constexpr = P.activation
+    SLICE: gl.constexpr = P.options.slice
+    SLICES: gl.constexpr = P.slices
     dtype: gl.constexpr = grad_h.dtype.element_ty
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
     h_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     slice_columns = gl.arange(0, SLICE, gl.SliceLayout(0, layout))
-    stagger(STAGGER)
     step = 0
-    for tile in range(gl.program_id(0), gl.load(num_tiles) * COLUMN_TILES, PROGRAMS):
-        row_tile = tile // COLUMN_TILES
-        column_tile = tile % COLUMN_TILES
-        expert = gl.load(tile_expert + row_tile)
-        first = gl.load(tile_row + row_tile) + GROUP * ROWS
-        size = gl.load(expert_offsets + expert + 1) - first
+    for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
+        column_tile = tile % P.column_tiles
+        _, first, size = locate(tile, row_tiles, GROUP * ROWS, P)
         inside = rows < size
         score = gl.load(row_scores + first + rows, mask=inside, other=0.0)
 
-        acc, step = contract(a_ring, b_ring, full, empty, step, D, False, ROWS, BN, BK, STAGES, GROUP)
+        acc, step = contract(ring, step, False, GROUP, P)
 
         ds = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, layout))
-        grads = column_slices(acc, ROWS, BN, SLICE)
-        for i in gl.static_range(BN // SLICE):
-            column = column_tile * BN + i * SLICE
+        grads = column_slices(acc, SLICE)
+        for i in gl.static_range(SLICES):
+            column = column_tile * P.columns + i * SLICE
             grad = gl.convert_layout(grads[i], layout, assert_trivial=True)
-            stage = wait_full(full, step, STAGES)
-            box = halves_of_group(b_ring.index(stage), HALVES, ROWS, SLICE, GROUPS, GROUP)
+            stage = wait_full(full, step)
+            box = halves_of_group(b_ring.index(stage), GROUP, P)
             halves = box._reinterpret(dtype, [HALVES, ROWS, SLICE], h_layout)
             gate = widen(halves.index(0).load(layout))
             up = widen(halves.index(HALVES - 1).load(layout))
             grad_gate, grad_up, activated = _activation_backward(gate, up, grad * score[:, None], HALVES, ACTIVATION)
             product = grad * activated
-            if N % BN:
+            if P.n % P.columns:
                 # An infinite dO times an overhanging column's zeros is NaN, which this row's sum must not see.
-                product = gl.where((column + slice_columns < N)[None, :], product, 0.0)
+                product = gl.where((column + slice_columns < P.n)[None, :], product, 0.0)
             ds += gl.sum(product, 1)
             store_slice(
-                grad_gate, grad_up, activated * score[:, None], rows_of_group(a_ring.index(stage), ROWS, GROUP), box,
-                grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, first, size, column, N, HALVES, ROWS, SLICE, RAGGED,
+                grad_gate, grad_up, activated * score[:, None], rows_of_group(a_ring.index(stage), GROUP), box,
+                grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, first, size, column, P,
             )  # fmt: skip
             # The stage before: a finished step of the contraction, or a slice whose two boxes this waits for.
             tma.store_wait(2)
-            release_before(empty, step, STAGES)
+            release_before(empty, step)
             step += 1
         gl.store(partial_scores + column_tile.to(gl.int64) * R + first + rows, ds, mask=inside)
     # Shared memory must outlive the stores that read it.
@@ -182,9 +146,9 @@ def _consume(  # type: ignore[no-untyped-def]
 def hidden_gradient_kernel(  # type: ignore[no-untyped-def]
     grad_out,  # (T, D)
     w2,  # descriptor of (E, D, N), box (1, BK, BN)
-    h,  # descriptor of (HALVES, R, N), box (HALVES, BM, SLICE)
+    h,  # descriptor of (R, HALVES N) by `boxes_of_halves`
     row_scores,  # (R,)
-    grad_h_boxes,  # descriptor of grad_h by `boxes_of_halves`, of scaled_a by `boxes_of_rows`; RAGGED or not
+    grad_h_boxes,  # descriptor of grad_h by `boxes_of_halves`, of scaled_a by `boxes_of_rows`; ragged or not
     scaled_a_boxes,
     grad_h,  # (R, HALVES N)
     scaled_a,  # (R, N)
@@ -195,69 +159,26 @@ def hidden_gradient_kernel(  # type: ignore[no-untyped-def]
     expert_offsets,
     num_tiles,
     R,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    HALVES: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    SLICE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-    RAGGED: gl.constexpr,
-    STAGGER: gl.constexpr,
+    P: gl.constexpr,
 ):
-    dtype: gl.constexpr = grad_out.dtype.element_ty
-    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
-    a_ring = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], a_layout)
-    b_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, BK, BN], w2.layout)
-    full, empty = make_barriers(STAGES, GROUPS)
-    ring = (a_ring, b_ring, full, empty)
-    row_tiles = (tile_expert, tile_row, expert_offsets, num_tiles)
+    ring = make_ring(w2, P)
+    row_tiles = (tile_expert, tile_row, expert_offsets)
+    operands = (grad_out, w2, h, gather)
     results = (row_scores, grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, partial_scores, R)
-    # fmt: off
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    ring, row_tiles, results, D, N, HALVES, ACTIVATION, BM, BN, BK, SLICE, STAGES, PROGRAMS,
-                    RAGGED, STAGGER, GROUPS, 0,
-                )),
-                (_produce, (
-                    ring, row_tiles, grad_out, w2, h, gather, D, N, HALVES, BM, BN, BK, SLICE, STAGES, PROGRAMS, GROUPS,
-                )),
-            ],
-            [PRODUCER_WARPS],
-            [PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    ring, row_tiles, results, D, N, HALVES, ACTIVATION, BM, BN, BK, SLICE, STAGES, PROGRAMS,
-                    RAGGED, STAGGER, GROUPS, 0,
-                )),
-                (_consume, (
-                    ring, row_tiles, results, D, N, HALVES, ACTIVATION, BM, BN, BK, SLICE, STAGES, PROGRAMS,
-                    RAGGED, STAGGER, GROUPS, 1,
-                )),
-                (_produce, (
-                    ring, row_tiles, grad_out, w2, h, gather, D, N, HALVES, BM, BN, BK, SLICE, STAGES, PROGRAMS, GROUPS,
-                )),
-            ],
-            [gl.num_warps(), PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    # fmt: on
+    gl.warp_specialize(
+        [
+            (_consume, (ring, row_tiles, num_tiles, results, 0, P)),
+            (_consume, (ring, row_tiles, num_tiles, results, 1, P)),
+            (_produce, (ring, row_tiles, num_tiles, operands, P)),
+        ],
+        [gl.num_warps(), PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 def choose(n: int, halves: int = 2) -> Options:
     """The options for experts of width n: the widest tile that n fills, as many stages as fit."""
-    return make_options(min(256, max(64, triton.next_power_of_2(n))), halves=halves)
+    return make_options(min(256, max(64, triton.next_power_of_2(n))), ragged=True, halves=halves)
 
 
 def hidden_gradient(
@@ -300,7 +221,7 @@ def hidden_gradient(
     tiles.check_block_m(tile, routing.block_m)
     column_tiles = triton.cdiv(n, tile.block_n)
     partial_scores = torch.empty(column_tiles, rows, dtype=torch.float32, device=device)
-    grid, programs = tiles.programs(tile, routing.max_tiles * column_tiles, device)
+    grid, stride = tiles.programs(tile, routing.max_tiles * column_tiles, device)
     with torch.cuda.device_of(grad_out):
         hidden_gradient_kernel[(grid,)](
             tiles.dense(grad_out),
@@ -315,22 +236,8 @@ def hidden_gradient(
             routing.gather,
             *routing.row_tiles,
             rows,
-            D=d,
-            N=n,
-            HALVES=halves,
-            ACTIVATION=activation,
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
-            SLICE=options.slice,
-            STAGES=tile.stages,
-            PROGRAMS=programs,
-            GROUPS=options.groups,
-            CONSUMER_REGISTERS=options.consumer_registers,
-            PRODUCER_REGISTERS=options.producer_registers,
-            RAGGED=options.ragged,
-            STAGGER=options.stagger,
-            num_warps=tile.warps // options.groups,
-            maxnreg=options.registers,
+            P=Plan(d, n, activation, halves, tile.block_n, stride, options),
+            num_warps=CONSUMER_WARPS,
+            maxnreg=ENTRY_REGISTERS,
         )
     return grad_h, scaled_a, partial_scores[0] if column_tiles == 1 else partial_scores.sum(0)

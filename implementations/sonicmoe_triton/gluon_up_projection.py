@@ -1,11 +1,11 @@
 """`up_projection` for Hopper, warp-specialised: the same results as the plain twin beside this file.
 
-Two partitions walk through one ring of stages (gluon_gathered.py):
+Three partitions walk through one ring of stages (gluon_gathered.py):
 
 - Producer (4 warps, few registers): gathered rows of x by cp.async and boxes of W1 by TMA; then it hands out as many
   stages as the tile has slices, with nothing in them. Meanwhile the ring's other stages fill with the next tile.
-- Consumer: multiplies, then puts H and A of one slice after the other into those stages, from where they leave by TMA
-  while the next slice, and then the next tile, is computed.
+- Two consumers (4 warps each), one for each half of a tile's rows: multiply, then put H and A of one slice after the
+  other into those stages, from where they leave by TMA while the next slice, and then the next tile, is computed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.gluon_gathered import (
+    CONSUMER_REGISTERS,
+    CONSUMER_WARPS,
+    ENTRY_REGISTERS,
+    PRODUCER_REGISTERS,
     PRODUCER_WARPS,
+    ROWS,
     Options,
+    Plan,
     boxes,
     boxes_of_halves,
     boxes_of_rows,
@@ -31,11 +37,11 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     copy_rows,
     gathered_rows,
     halves_of_group,
-    make_barriers,
+    locate,
     make_options,
+    make_ring,
     release_before,
     rows_of_group,
-    stagger,
     store_slice,
     value_and_slope,
     wait_empty,
@@ -45,95 +51,51 @@ from implementations.sonicmoe_triton.metadata import Routing
 
 
 @gluon.jit
-def _produce(  # type: ignore[no-untyped-def]
-    ring,
-    row_tiles,
-    x,
-    w1,
-    gather,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    HALVES: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    SLICE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-):
+def _produce(ring, row_tiles, num_tiles, operands, P: gl.constexpr):  # type: ignore[no-untyped-def]
     a_ring, b_ring, full, empty = ring
-    tile_expert, tile_row, expert_offsets, num_tiles = row_tiles
-    UNITS: gl.constexpr = BN // HALVES
-    COLUMN_TILES: gl.constexpr = (N + UNITS - 1) // UNITS
+    x, w1, gather = operands
     step = 0
-    for tile in range(gl.program_id(0), gl.load(num_tiles) * COLUMN_TILES, PROGRAMS):
-        row_tile = tile // COLUMN_TILES
-        column = tile % COLUMN_TILES * UNITS
-        expert = gl.load(tile_expert + row_tile)
-        first = gl.load(tile_row + row_tile)
-        size = gl.load(expert_offsets + expert + 1) - first
-        rows = gathered_rows(x, gather, first, size, D, BM, BK)
-        for k in range(0, D, BK):
-            stage = wait_empty(empty, step, STAGES)
+    for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
+        expert, first, size = locate(tile, row_tiles, 0, P)
+        column = tile % P.column_tiles * P.columns
+        rows = gathered_rows(x, gather, first, size, P)
+        for k in range(0, P.d, P.options.tile.block_k):
+            stage = wait_empty(empty, step)
             barrier = full.index(stage)
             mbarrier.expect(barrier, w1.block_type.nbytes)
-            tma.async_copy_global_to_shared(w1, [expert * HALVES, column, k], barrier, b_ring.index(stage))
-            copy_rows(a_ring.index(stage), rows, k, barrier, D, BK)
+            tma.async_copy_global_to_shared(w1, [expert * P.halves, column, k], barrier, b_ring.index(stage))
+            copy_rows(a_ring.index(stage), rows, k, barrier, P)
             step += 1
-        for _ in range(UNITS // SLICE):
-            barrier = full.index(wait_empty(empty, step, STAGES))
+        for _ in range(P.slices):
+            barrier = full.index(wait_empty(empty, step))
             mbarrier.arrive(barrier, count=1)
             async_copy.mbarrier_arrive(barrier, increment_count=False)
             step += 1
 
 
 @gluon.jit
-def _consume(  # type: ignore[no-untyped-def]
-    ring,
-    row_tiles,
-    results,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    HALVES: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    SLICE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    RAGGED: gl.constexpr,
-    STAGGER: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     a_ring, b_ring, full, empty = ring
-    tile_expert, tile_row, expert_offsets, num_tiles = row_tiles
     bias1, h_boxes, a_boxes, h, a = results
-    UNITS: gl.constexpr = BN // HALVES
-    ROWS: gl.constexpr = BM // GROUPS
-    COLUMN_TILES: gl.constexpr = (N + UNITS - 1) // UNITS
-    SLICES: gl.constexpr = UNITS // SLICE
+    N: gl.constexpr = P.n
+    HALVES: gl.constexpr = P.halves
+    ACTIVATION: gl.constexpr = P.activation
+    SLICE: gl.constexpr = P.options.slice
+    SLICES: gl.constexpr = P.slices
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
     slice_columns = gl.arange(0, SLICE, gl.SliceLayout(0, layout))
-    stagger(STAGGER)
     step = 0
-    for tile in range(gl.program_id(0), gl.load(num_tiles) * COLUMN_TILES, PROGRAMS):
-        row_tile = tile // COLUMN_TILES
-        expert = gl.load(tile_expert + row_tile)
-        first = gl.load(tile_row + row_tile) + GROUP * ROWS
-        size = gl.load(expert_offsets + expert + 1) - first
-
-        acc, step = contract(a_ring, b_ring, full, empty, step, D, True, ROWS, BN, BK, STAGES, GROUP)
+    for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
+        expert, first, size = locate(tile, row_tiles, GROUP * ROWS, P)
+        acc, step = contract(ring, step, True, GROUP, P)
 
         # The gate's slices come first, then as many of the up half.
-        parts = column_slices(acc, ROWS, BN, SLICE)
+        parts = column_slices(acc, SLICE)
         for i in gl.static_range(SLICES):
-            column = tile % COLUMN_TILES * UNITS + i * SLICE
+            column = tile % P.column_tiles * P.columns + i * SLICE
             gate = gl.convert_layout(parts[i], layout, assert_trivial=True)
             up = gl.convert_layout(parts[i + (HALVES - 1) * SLICES], layout, assert_trivial=True)
-            if HAS_BIAS:
+            if P.has_bias:
                 columns = column + slice_columns
                 bias = bias1 + expert.to(gl.int64) * (HALVES * N) + columns
                 gate += gl.load(bias, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -142,15 +104,14 @@ def _consume(  # type: ignore[no-untyped-def]
             activated, _ = value_and_slope(gate, ACTIVATION)
             if HALVES == 2:
                 activated = activated * up
-            stage = wait_full(full, step, STAGES)
+            stage = wait_full(full, step)
             store_slice(
-                gate, up, activated, rows_of_group(a_ring.index(stage), ROWS, GROUP),
-                halves_of_group(b_ring.index(stage), HALVES, ROWS, SLICE, GROUPS, GROUP),
-                h_boxes, a_boxes, h, a, first, size, column, N, HALVES, ROWS, SLICE, RAGGED,
+                gate, up, activated, rows_of_group(a_ring.index(stage), GROUP),
+                halves_of_group(b_ring.index(stage), GROUP, P), h_boxes, a_boxes, h, a, first, size, column, P,
             )  # fmt: skip
             # The stage before: a finished step of the contraction, or a slice whose two boxes this waits for.
             tma.store_wait(2)
-            release_before(empty, step, STAGES)
+            release_before(empty, step)
             step += 1
     # Shared memory must outlive the stores that read it.
     tma.store_wait(0)
@@ -160,8 +121,8 @@ def _consume(  # type: ignore[no-untyped-def]
 def up_projection_kernel(  # type: ignore[no-untyped-def]
     x,  # (T, D)
     w1,  # descriptor of (HALVES E, N, D), box (HALVES, BN / HALVES, BK)
-    bias1,  # (E, HALVES N), not read without HAS_BIAS
-    h_boxes,  # descriptor of h by `boxes_of_halves`, of a by `boxes_of_rows`; RAGGED or not
+    bias1,  # (E, HALVES N), not read without a bias
+    h_boxes,  # descriptor of h by `boxes_of_halves`, of a by `boxes_of_rows`; ragged or not
     a_boxes,
     h,  # (R, HALVES N)
     a,  # (R, N)
@@ -170,71 +131,29 @@ def up_projection_kernel(  # type: ignore[no-untyped-def]
     tile_row,
     expert_offsets,
     num_tiles,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    HALVES: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    SLICE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-    RAGGED: gl.constexpr,
-    STAGGER: gl.constexpr,
+    P: gl.constexpr,
 ):
-    dtype: gl.constexpr = x.dtype.element_ty
-    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
-    a_ring = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], a_layout)
-    b_ring = gl.allocate_shared_memory(dtype, [STAGES, HALVES, BN // HALVES, BK], w1.layout)
-    full, empty = make_barriers(STAGES, GROUPS)
-    ring = (a_ring, b_ring, full, empty)
-    row_tiles = (tile_expert, tile_row, expert_offsets, num_tiles)
+    ring = make_ring(w1, P)
+    row_tiles = (tile_expert, tile_row, expert_offsets)
+    operands = (x, w1, gather)
     results = (bias1, h_boxes, a_boxes, h, a)
-    # fmt: off
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    ring, row_tiles, results, D, N, HALVES, ACTIVATION, HAS_BIAS, BM, BN, BK, SLICE, STAGES, PROGRAMS,
-                    RAGGED, STAGGER, GROUPS, 0,
-                )),
-                (_produce, (
-                    ring, row_tiles, x, w1, gather, D, N, HALVES, BM, BN, BK, SLICE, STAGES, PROGRAMS,
-                )),
-            ],
-            [PRODUCER_WARPS],
-            [PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    ring, row_tiles, results, D, N, HALVES, ACTIVATION, HAS_BIAS, BM, BN, BK, SLICE, STAGES, PROGRAMS,
-                    RAGGED, STAGGER, GROUPS, 0,
-                )),
-                (_consume, (
-                    ring, row_tiles, results, D, N, HALVES, ACTIVATION, HAS_BIAS, BM, BN, BK, SLICE, STAGES, PROGRAMS,
-                    RAGGED, STAGGER, GROUPS, 1,
-                )),
-                (_produce, (
-                    ring, row_tiles, x, w1, gather, D, N, HALVES, BM, BN, BK, SLICE, STAGES, PROGRAMS,
-                )),
-            ],
-            [gl.num_warps(), PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    # fmt: on
+    gl.warp_specialize(
+        [
+            (_consume, (ring, row_tiles, num_tiles, results, 0, P)),
+            (_consume, (ring, row_tiles, num_tiles, results, 1, P)),
+            (_produce, (ring, row_tiles, num_tiles, operands, P)),
+        ],
+        [gl.num_warps(), PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 def choose(n: int, halves: int = 2) -> Options:
-    """The options for experts of width n: the widest tile that the halves fill, as many stages as fit."""
+    """The options for experts of width n: the widest tile that the halves fill, as many stages as fit.
+
+    Ragged descriptors, through which whole tiles would leave too, cost more here than storing tails from registers."""
     units = min(256 // halves, max(64, triton.next_power_of_2(n)))
-    return make_options(halves * units, halves=halves)
+    return make_options(halves * units, ragged=False, halves=halves)
 
 
 def up_projection(
@@ -272,12 +191,12 @@ def up_projection(
     options = options or choose(n, halves)
     tile = options.tile
     tiles.check_block_m(tile, routing.block_m)
-    units = tile.block_n // halves
-    grid, programs = tiles.programs(tile, routing.max_tiles * triton.cdiv(n, units), x.device)
+    columns = tile.block_n // halves
+    grid, stride = tiles.programs(tile, routing.max_tiles * triton.cdiv(n, columns), x.device)
     with torch.cuda.device_of(x):
         up_projection_kernel[(grid,)](
             tiles.dense(x),
-            boxes(tiles.dense(w1), [halves * experts, n, d], [n * d, d, 1], [halves, units, tile.block_k]),
+            boxes(tiles.dense(w1), [halves * experts, n, d], [n * d, d, 1], [halves, columns, tile.block_k]),
             x if bias1 is None else bias1.contiguous(),
             boxes_of_halves(h, halves, options, options.ragged),
             boxes_of_rows(a, options, options.ragged),
@@ -285,23 +204,8 @@ def up_projection(
             a,
             routing.gather,
             *routing.row_tiles,
-            D=d,
-            N=n,
-            HALVES=halves,
-            ACTIVATION=activation,
-            HAS_BIAS=bias1 is not None,
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
-            SLICE=options.slice,
-            STAGES=tile.stages,
-            PROGRAMS=programs,
-            GROUPS=options.groups,
-            CONSUMER_REGISTERS=options.consumer_registers,
-            PRODUCER_REGISTERS=options.producer_registers,
-            RAGGED=options.ragged,
-            STAGGER=options.stagger,
-            num_warps=tile.warps // options.groups,
-            maxnreg=options.registers,
+            P=Plan(d, n, activation, halves, columns, stride, options, bias1 is not None),
+            num_warps=CONSUMER_WARPS,
+            maxnreg=ENTRY_REGISTERS,
         )
     return h, a

@@ -9,9 +9,10 @@ Both are a product of a *gathered* operand (rows by index, cp.async of 16 bytes)
 TMA). Either may be the row side of the tensor cores' tile; dW1 with the gathered side as rows is computed transposed
 and turned on its way to memory.
 
-A warpgroup of producers fills a ring of STAGES steps of BK rows and runs ahead into the next tile; the consumers
-multiply with one wgmma in flight and store through shared memory. Barriers of a slot: `full` counts every producer
-thread's cp.async and one arrival for the TMA box; `empty` counts the consumers' partitions.
+A warpgroup of producers fills a ring of STAGES steps of BK rows and runs ahead into the next tile. Two consumers, a
+warpgroup with half of the tile's rows each, multiply with one wgmma in flight and store through shared memory; either
+may run ahead of the other, one storing while the other multiplies. Barriers of a slot: `full` counts every producer
+thread's cp.async and one arrival for the TMA box; `empty` counts the consumers.
 
 An expert's last step is shorter than BK: rows past its end belong to the next expert and may hold NaN, so both sides
 bring zeros instead, cp.async by its mask and TMA by a descriptor that ends where the expert does (`_ragged`). Every
@@ -45,6 +46,11 @@ from implementations.sonicmoe_triton.metadata import Routing
 RAGGED = gl.constexpr(1 << 30)
 #: Threads of the producer partition.
 PRODUCERS = gl.constexpr(128)
+#: Consumers, each with a part of the tile's rows; a partition's warps.
+PARTS = gl.constexpr(2)
+WARPS = gl.constexpr(4)
+#: Registers of a thread at the start: as many as three partitions can have.
+ENTRY_REGISTERS = 168
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,9 @@ class Options:
         stages: steps in flight at once.
         gathered_rows: the gathered operand is the row side of the tensor cores' tile (else the column side). A
             warpgroup reads 64 rows and all columns for an instruction, so the wide side belongs on the columns.
-        consumers: 1: one partition of eight warps. 2 or 3: as many of four warps, each with an equal part of the tile's
-            rows and free to run ahead of the others (one stores while another multiplies). With 3 the tile has 192 rows
-            and moves a fifth less for a product; the producers then have no more than 32 registers.
         slice_columns, buffers: columns of the tile that a consumer stores at once; how many such slices may be on their
             way to memory.
         producer_registers: for a thread of the producers; the consumers share what is left.
-        longest_first: begin with the experts of most rows (a sort of E counts for each launch).
     """
 
     gathered: int = 128
@@ -71,26 +73,26 @@ class Options:
     block_k: int = 64
     stages: int = 4
     gathered_rows: bool = True
-    consumers: int = 2
-    slice_columns: int = 64
-    buffers: int = 2
+    slice_columns: int = 128
+    buffers: int = 1
     producer_registers: int = 56
-    longest_first: bool = False
 
     def __post_init__(self) -> None:
-        rows = self.gathered if self.gathered_rows else self.dense
-        least = 64 * max(self.consumers, 2)
-        if self.consumers not in (1, 2, 3) or rows % least:
-            raise ValueError(f"{self.consumers} consumers cannot share {rows} rows in parts of 64")
+        rows, columns = self.sides
+        if rows % (64 * PARTS.value) or columns > 256:
+            raise ValueError(f"{PARTS.value} consumers cannot share {rows} rows (in parts of 64) of {columns} columns")
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of the tile."""
+        return (self.gathered, self.dense) if self.gathered_rows else (self.dense, self.gathered)
 
 
 @gluon.jit
-def _rows_of(tile, expert_order, expert_offsets, E: gl.constexpr, TILES: gl.constexpr, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
+def _rows_of(tile, expert_offsets, E: gl.constexpr, TILES: gl.constexpr):  # type: ignore[no-untyped-def]
     """(expert, its first row, one past its last) of a tile; an expert's tiles are neighbours. No rows past the last."""
     inside = tile < E * TILES
     expert = tile // TILES
-    if ORDERED:
-        expert = gl.load(expert_order + expert, mask=inside, other=0)
     first = gl.load(expert_offsets + expert, mask=inside, other=0)
     end = gl.load(expert_offsets + expert + 1, mask=inside, other=0)
     return expert, first, end
@@ -111,13 +113,12 @@ def _copy_rows(source, row, inside, column, WIDTH: gl.constexpr, layout: gl.cons
 @gluon.jit
 def _producer(tensors, GATHERED_WIDTH: gl.constexpr, TILING: gl.constexpr):  # type: ignore[no-untyped-def]
     """Fills the ring with the steps of all tiles of this program."""
-    gathered, dense, gather, expert_offsets, expert_order, gathered_ring, dense_ring, full, empty = tensors
+    gathered, dense, gather, expert_offsets, gathered_ring, dense_ring, full, empty = tensors
     E: gl.constexpr = TILING[0]
     GATHERED_ROWS: gl.constexpr = TILING[3]
     DENSE_TILES: gl.constexpr = TILING[2 if GATHERED_ROWS else 1]
     TILES: gl.constexpr = TILING[1] * TILING[2]
-    ORDERED: gl.constexpr = TILING[5]
-    PROGRAMS: gl.constexpr = TILING[6]
+    PROGRAMS: gl.constexpr = TILING[5]
     STAGES: gl.constexpr = full.shape[0]
     GATHERED_PARTS: gl.constexpr = gathered_ring.shape[0] // STAGES
     DENSE_PARTS: gl.constexpr = dense_ring.shape[0] // STAGES
@@ -130,10 +131,10 @@ def _producer(tensors, GATHERED_WIDTH: gl.constexpr, TILING: gl.constexpr):  # t
     rows = gl.arange(0, BK, gl.SliceLayout(1, by_row))
 
     # Row bounds are asked for a tile, tokens a step before they are needed.
-    _, first, end = _rows_of(gl.program_id(0), expert_order, expert_offsets, E, TILES, ORDERED)
+    _, first, end = _rows_of(gl.program_id(0), expert_offsets, E, TILES)
     count = 0  # steps of all tiles so far
     for tile in range(gl.program_id(0), E * TILES, PROGRAMS):
-        _, next_first, next_end = _rows_of(tile + PROGRAMS, expert_order, expert_offsets, E, TILES, ORDERED)
+        _, next_first, next_end = _rows_of(tile + PROGRAMS, expert_offsets, E, TILES)
         gathered_column = tile % TILES // DENSE_TILES * (GATHERED * GATHERED_PARTS)
         dense_column = tile % DENSE_TILES * (DENSE * DENSE_PARTS)
         token = gl.load(gather + first + rows, mask=first + rows < end, other=0)
@@ -182,16 +183,14 @@ def _slices(x, SLICE: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _consumer(tensors, PART: gl.constexpr, TILING: gl.constexpr):  # type: ignore[no-untyped-def]
     """Adds up and stores one part of the rows of every tile of this program."""
-    out, expert_offsets, expert_order, row_ring, column_ring, staging, full, empty = tensors
+    out, expert_offsets, row_ring, column_ring, staging, full, empty = tensors
     E: gl.constexpr = TILING[0]
     ROW_TILES: gl.constexpr = TILING[1]
     COLUMN_TILES: gl.constexpr = TILING[2]
     GATHERED_ROWS: gl.constexpr = TILING[3]
     TRANSPOSED: gl.constexpr = TILING[4]
-    ORDERED: gl.constexpr = TILING[5]
-    PROGRAMS: gl.constexpr = TILING[6]
+    PROGRAMS: gl.constexpr = TILING[5]
     STAGES: gl.constexpr = full.shape[0]
-    PARTS: gl.constexpr = row_ring.shape[0] // STAGES
     BUFFERS: gl.constexpr = staging.shape[0] // PARTS
     SLICE: gl.constexpr = staging.shape[2 if TRANSPOSED else 3]
     BK: gl.constexpr = row_ring.shape[1]
@@ -199,14 +198,12 @@ def _consumer(tensors, PART: gl.constexpr, TILING: gl.constexpr):  # type: ignor
     COLUMNS: gl.constexpr = column_ring.shape[2]
     TILES: gl.constexpr = ROW_TILES * COLUMN_TILES
     DENSE_TILES: gl.constexpr = COLUMN_TILES if GATHERED_ROWS else ROW_TILES
-    # Four warpgroups enter with 128 registers a thread, and ptxas wants more for one instruction of 256 columns.
-    WIDE: gl.constexpr = min(COLUMNS, 128 if PARTS == 3 else 256)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDE, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
 
-    expert, first, end = _rows_of(gl.program_id(0), expert_order, expert_offsets, E, TILES, ORDERED)
+    expert, first, end = _rows_of(gl.program_id(0), expert_offsets, E, TILES)
     count = 0
     for tile in range(gl.program_id(0), E * TILES, PROGRAMS):
-        next_expert, next_first, next_end = _rows_of(tile + PROGRAMS, expert_order, expert_offsets, E, TILES, ORDERED)
+        next_expert, next_first, next_end = _rows_of(tile + PROGRAMS, expert_offsets, E, TILES)
         acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
         for row in range(first, end, BK):
             slot = count % STAGES
@@ -254,7 +251,6 @@ def weight_gradient_kernel(  # type: ignore[no-untyped-def]
     out,  # descriptor of (E, GATHERED_WIDTH, DENSE_WIDTH) or (E, DENSE_WIDTH, GATHERED_WIDTH), box (1, ...) of a slice
     gather,  # (R,)
     expert_offsets,  # (E + 1,)
-    expert_order,  # (E,), read where ORDERED
     E: gl.constexpr,
     GATHERED_WIDTH: gl.constexpr,
     DENSE_WIDTH: gl.constexpr,
@@ -264,12 +260,10 @@ def weight_gradient_kernel(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr,
     GATHERED_ROWS: gl.constexpr,  # the tile's rows are the gathered operand's columns, not the dense one's
     TRANSPOSED: gl.constexpr,  # the tile's rows are out's columns
-    PARTS: gl.constexpr,  # consumer partitions, each with a part of the tile's rows
     SLICE: gl.constexpr,
     BUFFERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    ORDERED: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
     ELEMENT: gl.constexpr = out.dtype
@@ -292,36 +286,18 @@ def weight_gradient_kernel(  # type: ignore[no-untyped-def]
 
     gathered_ring, dense_ring = (row_ring, column_ring) if GATHERED_ROWS else (column_ring, row_ring)
     # Partitions take constants only as arguments of their own or as one constant.
-    tiling: gl.constexpr = (E, ROW_TILES, COLUMN_TILES, GATHERED_ROWS, TRANSPOSED, ORDERED, PROGRAMS)
-    consumer = (out, expert_offsets, expert_order, row_ring, column_ring, staging, full, empty)
-    producer = (gathered, dense, gather, expert_offsets, expert_order, gathered_ring, dense_ring, full, empty)
-    if PARTS == 1:
-        gl.warp_specialize(
-            [(_consumer, (consumer, 0, tiling)), (_producer, (producer, GATHERED_WIDTH, tiling))],
-            [4],
-            [PRODUCER_REGISTERS],
-        )
-    elif PARTS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (consumer, 0, tiling)),
-                (_consumer, (consumer, 1, tiling)),
-                (_producer, (producer, GATHERED_WIDTH, tiling)),
-            ],
-            [4, 4],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (consumer, 0, tiling)),
-                (_consumer, (consumer, 1, tiling)),
-                (_consumer, (consumer, 2, tiling)),
-                (_producer, (producer, GATHERED_WIDTH, tiling)),
-            ],
-            [4, 4, 4],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    tiling: gl.constexpr = (E, ROW_TILES, COLUMN_TILES, GATHERED_ROWS, TRANSPOSED, PROGRAMS)
+    consumer = (out, expert_offsets, row_ring, column_ring, staging, full, empty)
+    producer = (gathered, dense, gather, expert_offsets, gathered_ring, dense_ring, full, empty)
+    gl.warp_specialize(
+        [
+            (_consumer, (consumer, 0, tiling)),
+            (_consumer, (consumer, 1, tiling)),
+            (_producer, (producer, GATHERED_WIDTH, tiling)),
+        ],
+        [WARPS, WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 def narrowed(options: Options, gathered_width: int, dense_width: int) -> Options:
@@ -335,10 +311,8 @@ def narrowed(options: Options, gathered_width: int, dense_width: int) -> Options
 
 def boxes(options: Options, up: bool) -> tuple[list[int], list[int]]:
     """The boxes in which the dense operand (block_k, …) is loaded and the gradient (1, …, …) is stored."""
-    rows, columns = options.gathered, options.dense
-    if not options.gathered_rows:
-        rows, columns = columns, rows
-    rows //= options.consumers
+    rows, columns = options.sides
+    rows //= PARTS.value
     loaded = [1, 1, options.block_k, columns if options.gathered_rows else rows]
     # dW1 (2n, d) has the gathered side as its columns, dW2 (d, n) as its rows.
     transposed = options.gathered_rows == up
@@ -348,12 +322,9 @@ def boxes(options: Options, up: bool) -> tuple[list[int], list[int]]:
 
 def constants(options: Options, up: bool, experts: int, gathered_width: int, dense_width: int) -> dict[str, int]:
     """The kernel's compile-time arguments but for PROGRAMS; `options` as `narrowed` gives them."""
-    rows, columns = options.gathered, options.dense
-    if not options.gathered_rows:
-        rows, columns = columns, rows
-    # Every warpgroup starts with as many registers as all can have; the producers' surplus goes to the consumers.
-    groups = max(options.consumers, 2) + 1
-    entry = 65536 // (128 * groups) // 8 * 8
+    rows, columns = options.sides
+    # The producers' surplus goes to the consumers.
+    left = (PARTS.value + 1) * ENTRY_REGISTERS - options.producer_registers
     return {
         "E": experts,
         "GATHERED_WIDTH": gathered_width,
@@ -364,13 +335,10 @@ def constants(options: Options, up: bool, experts: int, gathered_width: int, den
         "STAGES": options.stages,
         "GATHERED_ROWS": options.gathered_rows,
         "TRANSPOSED": options.gathered_rows == up,
-        "PARTS": options.consumers,
         "SLICE": options.slice_columns,
         "BUFFERS": options.buffers,
-        "CONSUMER_REGISTERS": (groups * entry - options.producer_registers) // (groups - 1) // 8 * 8,
+        "CONSUMER_REGISTERS": left // PARTS.value // 8 * 8,
         "PRODUCER_REGISTERS": options.producer_registers,
-        "ORDERED": options.longest_first,
-        "num_warps": 8 if options.consumers == 1 else 4,
     }
 
 
@@ -398,9 +366,6 @@ def _launch(gathered: Tensor, dense: Tensor, out: Tensor, routing: Routing, opti
     count = triton.cdiv(gathered.shape[1], options.gathered) * triton.cdiv(dense.shape[1], options.dense)
     tile = tiles.Tile(options.gathered, options.dense, options.block_k, warps=8, stages=options.stages)
     grid, stride = tiles.programs(tile, routing.num_experts * count, out.device)
-    order = routing.expert_offsets  # never read
-    if options.longest_first:
-        order = routing.expert_offsets.diff().argsort(descending=True, stable=True).to(torch.int32)
     with torch.cuda.device_of(out):
         weight_gradient_kernel[(grid,)](
             gathered,
@@ -408,9 +373,9 @@ def _launch(gathered: Tensor, dense: Tensor, out: Tensor, routing: Routing, opti
             _descriptor(out, list(out.shape), list(out.stride()), stored),
             routing.gather,
             routing.expert_offsets,
-            order,
             PROGRAMS=stride,
             **constants(options, up, routing.num_experts, gathered.shape[1], dense.shape[1]),
+            num_warps=WARPS.value,
         )
     return out
 

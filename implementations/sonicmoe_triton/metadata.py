@@ -5,19 +5,24 @@ pairs of expert e in block b of consecutive pairs, a pair's row is
 
     row = expert_offsets[e] + sum over b' < b of h[b', e] + rank among the block's own pairs of e.
 
-Four small kernels: h; its exclusive prefix over the blocks, and each expert's count; expert_offsets and the tile map;
-the rows. The last sorts each block by (expert, position): the rank is then the sorted position minus where the
-expert's run starts, at a fifth of the instructions of comparing all positions with each other.
+Three small kernels: h; its exclusive prefix over the blocks, and each expert's count; the rows, with the scores in
+their order, and beside them expert_offsets and the tile map. The last sorts each block by (expert, position): the rank
+is then the sorted position minus where the expert's run starts, at a fifth of the instructions of comparing all
+positions with each other.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 
 #: Pairs of one program, at most. Longer blocks make h smaller and the sort deeper.
 PAIRS_PER_BLOCK = 512
@@ -97,9 +102,9 @@ def _routing_count_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _routing_scan_kernel(  # type: ignore[no-untyped-def]
-    block_counts_ptr, counts_ptr, blocks, E: tl.constexpr, CHUNK: tl.constexpr
+    block_counts_ptr, blocks, E: tl.constexpr, CHUNK: tl.constexpr
 ):
-    # One program for each expert: block_counts (blocks, E) -> its exclusive prefix over blocks; counts (E,)
+    # One program for each expert: block_counts (blocks, E) -> its exclusive prefix over blocks, and its sum below
     expert = tl.program_id(0)
     total = 0
     for first in range(0, blocks, CHUNK):
@@ -108,18 +113,15 @@ def _routing_scan_kernel(  # type: ignore[no-untyped-def]
         count = tl.load(at, mask=block < blocks, other=0)
         tl.store(at, total + tl.cumsum(count, 0) - count, mask=block < blocks)
         total += tl.sum(count, 0)
-    tl.store(counts_ptr + expert, total)
+    tl.store(block_counts_ptr + blocks * E + expert, total)
 
 
 @triton.jit
-def _routing_tiles_kernel(  # type: ignore[no-untyped-def]
-    counts_ptr, expert_offsets_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, max_tiles,
-    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+def _store_tiles(  # type: ignore[no-untyped-def]
+    expert, counts, lane, expert_offsets_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, max_tiles,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    # One program for each expert: counts (E,) -> expert_offsets (E + 1,), tile_expert, tile_row (max_tiles,)
-    expert = tl.program_id(0)
-    lane = tl.arange(0, E_PAD)
-    counts = tl.load(counts_ptr + lane, mask=lane < E, other=0)
+    # An expert's part of expert_offsets (E + 1,), tile_expert and tile_row (max_tiles,), from all experts' counts
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     all_rows = tl.sum(counts, 0)
     all_tiles = tl.sum(tiles, 0)
@@ -131,11 +133,11 @@ def _routing_tiles_kernel(  # type: ignore[no-untyped-def]
     if expert == E - 1:
         tl.store(expert_offsets_ptr + E, all_rows)
         tl.store(num_tiles_ptr, all_tiles)
-    for start in range(0, own_tiles, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
-        tl.store(tile_expert_ptr + first_tile + tile, tl.full((BLOCK,), 0, tl.int32) + expert, mask=tile < own_tiles)
+    for start in range(0, own_tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        tl.store(tile_expert_ptr + first_tile + tile, tl.full((TILES,), 0, tl.int32) + expert, mask=tile < own_tiles)
         tl.store(tile_row_ptr + first_tile + tile, first_row + tile * BLOCK_M, mask=tile < own_tiles)
-    # At most E entries are unused (each expert's last tile is the only partial one), so one for each program.
+    # At most E entries are unused (each expert's last tile is the only partial one), so one for each expert.
     unused = all_tiles + expert
     if unused < max_tiles:
         tl.store(tile_expert_ptr + unused, E - 1)
@@ -144,29 +146,40 @@ def _routing_tiles_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _routing_rows_kernel(  # type: ignore[no-untyped-def]
-    experts_ptr, tokens_ptr, block_prefix_ptr, expert_offsets_ptr, gather_ptr, reverse_ptr, pairs,
-    K: tl.constexpr, GENERAL: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    experts_ptr, tokens_ptr, scores_ptr, block_prefix_ptr, gather_ptr, reverse_ptr, row_scores_ptr,
+    expert_offsets_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, pairs, blocks, max_tiles,
+    K: tl.constexpr, GENERAL: tl.constexpr, SCORED: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    # experts (P,), block_prefix (blocks, E), expert_offsets (E + 1,) -> gather (R,), reverse (P,)
+    # experts, scores (P,), block_prefix (blocks + 1, E) -> gather, row_scores (R,), reverse (P,), and the tile map
+    # Two jobs side by side, since both need no more than the counts: a block's rows, and an expert's tiles.
     block = tl.program_id(0)
-    position = tl.arange(0, BLOCK)
-    live = block * BLOCK + position < pairs
-    expert = tl.load(experts_ptr + block * BLOCK + position, mask=live, other=0)
-
-    # first[e]: the row of the block's first pair of e, less that pair's position in the sorted block.
     lane = tl.arange(0, E_PAD)
-    count = tl.histogram(expert, E_PAD, mask=live)
-    first = tl.load(expert_offsets_ptr + lane, mask=lane < E, other=0)
-    first += tl.load(block_prefix_ptr + block * E + lane, mask=lane < E, other=0)
-    first -= tl.cumsum(count, 0) - count
+    counts = tl.load(block_prefix_ptr + blocks * E + lane, mask=lane < E, other=0)
+    if block < E:
+        _store_tiles(
+            block, counts, lane, expert_offsets_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, max_tiles,
+            E, BLOCK_M, TILES,
+        )  # fmt: skip
+    if block < blocks:
+        position = tl.arange(0, BLOCK)
+        live = block * BLOCK + position < pairs
+        expert = tl.load(experts_ptr + block * BLOCK + position, mask=live, other=0)
 
-    # Pairs past the end carry the largest key and stay last, so `live` holds for the sorted positions too.
-    key = tl.sort(tl.where(live, expert, E_PAD) * BLOCK + position)
-    row = position + tl.gather(first, tl.minimum(key // BLOCK, E_PAD - 1), 0)
-    pair = block * BLOCK + key % BLOCK
-    token = tl.load(tokens_ptr + pair, mask=live, other=0) if GENERAL else pair // K
-    tl.store(gather_ptr + row, token, mask=live)
-    tl.store(reverse_ptr + pair, row, mask=live)
+        # first[e]: the row of the block's first pair of e, less that pair's position in the sorted block.
+        count = tl.histogram(expert, E_PAD, mask=live)
+        first = tl.cumsum(counts - count, 0) - (counts - count)
+        first += tl.load(block_prefix_ptr + block * E + lane, mask=lane < E, other=0)
+
+        # Pairs past the end carry the largest key and stay last, so `live` holds for the sorted positions too.
+        key = tl.sort(tl.where(live, expert, E_PAD) * BLOCK + position)
+        row = position + tl.gather(first, tl.minimum(key // BLOCK, E_PAD - 1), 0)
+        pair = block * BLOCK + key % BLOCK
+        token = tl.load(tokens_ptr + pair, mask=live, other=0) if GENERAL else pair // K
+        tl.store(gather_ptr + row, token, mask=live)
+        tl.store(reverse_ptr + pair, row, mask=live)
+        if SCORED:
+            tl.store(row_scores_ptr + row, tl.load(scores_ptr + pair, mask=live, other=0.0), mask=live)
 
 
 @triton.jit
@@ -176,9 +189,32 @@ def _row_order_kernel(values_ptr, reverse_ptr, out_ptr, pairs, BLOCK: tl.constex
     tl.store(out_ptr + row, tl.load(values_ptr + pair, mask=pair < pairs), mask=pair < pairs)
 
 
+class _Launchers(NamedTuple):
+    count_pairs: Launcher
+    scan_blocks: Launcher
+    sort_rows: Launcher
+
+
+@functools.cache
+def _launchers(
+    num_experts: int, k: int, general: bool, scored: bool, block: int, block_m: int, scan: int, tiles: int
+) -> _Launchers:
+    experts = {"E": num_experts}
+    sizes = {**experts, "E_PAD": padded_experts(num_experts), "BLOCK": block}
+    kind = {"K": k, "GENERAL": general, "SCORED": scored}
+    return _Launchers(
+        Launcher(_routing_count_kernel, sizes, num_warps=2),
+        Launcher(_routing_scan_kernel, {**experts, "CHUNK": scan}, num_warps=4),
+        Launcher(_routing_rows_kernel, {**kind, **sizes, "BLOCK_M": block_m, "TILES": tiles}, num_warps=2),
+    )
+
+
+_row_order = Launcher(_row_order_kernel, {"BLOCK": 1024})
+
+
 def padded_experts(num_experts: int) -> int:
     """E as the kernels' vectors hold it: a power of two, and no fewer bins of a histogram than a warp has lanes."""
-    return max(triton.next_power_of_2(num_experts), 32)
+    return max(next_power_of_2(num_experts), 32)
 
 
 def make_routing(experts: Tensor, num_experts: int, block_m: int = 128, token_offsets: Tensor | None = None) -> Routing:
@@ -194,6 +230,23 @@ def make_routing(experts: Tensor, num_experts: int, block_m: int = 128, token_of
     Raises:
         ValueError: the shape does not fit the kind of routing, or E is out of range.
     """
+    return _route(None, experts, num_experts, block_m, token_offsets)[0]
+
+
+def route(
+    scores: Tensor, experts: Tensor, num_experts: int, block_m: int = 128, token_offsets: Tensor | None = None
+) -> tuple[Routing, Tensor]:
+    """`make_routing`, and ``scores`` (shaped as ``experts``, fp32) in row order: (R,)."""
+    if scores.numel() != experts.numel():
+        raise ValueError(f"{scores.numel()} scores for {experts.numel()} pairs")
+    routing, row_scores = _route(scores, experts, num_experts, block_m, token_offsets)
+    assert row_scores is not None
+    return routing, row_scores
+
+
+def _route(
+    scores: Tensor | None, experts: Tensor, num_experts: int, block_m: int, token_offsets: Tensor | None
+) -> tuple[Routing, Tensor | None]:
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"E = {num_experts} is not within 1 to {MAX_EXPERTS}")
     if experts.dim() != (2 if token_offsets is None else 1):
@@ -206,11 +259,8 @@ def make_routing(experts: Tensor, num_experts: int, block_m: int = 128, token_of
     if token_offsets is not None:
         token_offsets = token_offsets.to(torch.int32).contiguous()
     pairs = experts.numel()
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=experts.device)
-
     max_tiles = pairs // block_m + num_experts
+    empty = experts.new_empty
     routing = Routing(
         gather=empty(pairs),
         reverse=empty(pairs),
@@ -223,31 +273,38 @@ def make_routing(experts: Tensor, num_experts: int, block_m: int = 128, token_of
         num_tiles=empty(1),
         block_m=block_m,
     )
+    row_scores = None
+    if scores is not None:
+        scores = scores.contiguous()
+        row_scores = scores.new_empty(pairs)
     if pairs == 0:
         for tensor in (routing.expert_offsets, routing.tile_expert, routing.tile_row, routing.num_tiles):
             tensor.zero_()
-        return routing
+        return routing, row_scores
 
-    block = min(max(triton.next_power_of_2(pairs), 64), PAIRS_PER_BLOCK)
-    blocks = triton.cdiv(pairs, block)
-    padded = padded_experts(num_experts)
-    block_counts = empty(blocks, num_experts)
-    counts = empty(num_experts)
-    _routing_count_kernel[(blocks,)](experts, block_counts, pairs, num_experts, padded, block, num_warps=2)
-    _routing_scan_kernel[(num_experts,)](block_counts, counts, blocks, num_experts, SCAN_BLOCKS, num_warps=4)
-    _routing_tiles_kernel[(num_experts,)](
-        counts, routing.expert_offsets, routing.tile_expert, routing.tile_row, routing.num_tiles, max_tiles,
-        num_experts, padded, block_m, TILES_PER_STORE, num_warps=1,
-    )  # fmt: skip
+    block = min(max(next_power_of_2(pairs), 64), PAIRS_PER_BLOCK)
+    blocks = cdiv(pairs, block)
+    general = token_offsets is not None
+    launchers = _launchers(
+        num_experts, 0 if general else k, general, scores is not None, block, block_m, SCAN_BLOCKS, TILES_PER_STORE
+    )
+    block_counts = empty((blocks + 1, num_experts))
+    launchers.count_pairs((blocks,), (experts, block_counts, pairs))
+    launchers.scan_blocks((num_experts,), (block_counts, blocks))
     tokens = experts  # never read where every token has K pairs
     if token_offsets is not None:
         pair = torch.arange(pairs, dtype=torch.int32, device=experts.device)
         tokens = torch.searchsorted(token_offsets, pair, right=True, out_int32=True) - 1
-    _routing_rows_kernel[(blocks,)](
-        experts, tokens, block_counts, routing.expert_offsets, routing.gather, routing.reverse, pairs,
-        k, token_offsets is not None, num_experts, padded, block, num_warps=2,
+    # Pointers that are never read or written still have to point somewhere.
+    launchers.sort_rows(
+        (max(blocks, num_experts),),
+        (
+            experts, tokens, experts if scores is None else scores, block_counts, routing.gather, routing.reverse,
+            routing.gather if row_scores is None else row_scores, routing.expert_offsets, routing.tile_expert,
+            routing.tile_row, routing.num_tiles, pairs, blocks, max_tiles,
+        ),
     )  # fmt: skip
-    return routing
+    return routing, row_scores
 
 
 def to_row_order(values: Tensor, routing: Routing) -> Tensor:
@@ -257,7 +314,5 @@ def to_row_order(values: Tensor, routing: Routing) -> Tensor:
     values = values.reshape(-1).contiguous()
     out = torch.empty_like(values)
     if values.numel():
-        block = 1024
-        grid = (triton.cdiv(values.numel(), block),)
-        _row_order_kernel[grid](values, routing.reverse, out, values.numel(), block)
+        _row_order((cdiv(values.numel(), 1024),), (values, routing.reverse, out, values.numel()))
     return out

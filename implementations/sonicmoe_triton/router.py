@@ -14,10 +14,14 @@ the K rounds is one integer maximum, and both come back out of the winner.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 
 #: Convention -> does its softmax run over all E logits?
 SOFTMAX_OVER_ALL = {"topk_softmax": False, "softmax_topk": True, "softmax_topk_renormalised": False}
@@ -125,9 +129,29 @@ def _launch_shape(num_experts: int, element_size: int) -> tuple[int, int, int]:
     # (padded E, tokens of a program, warps): 64 bytes of logits a thread, which is 32 or, packed, 64 registers. A row
     # stays within one warp, where a maximum needs no shared memory: 32 lanes x 16 bytes hold it, or else the program
     # is a single warp.
-    padded = max(triton.next_power_of_2(num_experts), 2)
+    padded = max(next_power_of_2(num_experts), 2)
     warps = 4 if padded * element_size <= 512 else 1
     return padded, min(64, max(1, 32 * warps * 64 // element_size // padded)), warps
+
+
+@functools.cache
+def _top_k_launcher(num_experts: int, k: int, over_all: bool, element_size: int) -> tuple[Launcher, int]:
+    """And the tokens of a program."""
+    padded, block_t, warps = _launch_shape(num_experts, element_size)
+    constants = {"E": num_experts, "K": k, "OVER_ALL": over_all}
+    padding = {"E_PAD": padded, "K_PAD": next_power_of_2(k), "BLOCK_T": block_t}
+    return Launcher(_router_top_k_kernel, {**constants, **padding}, num_warps=warps), block_t
+
+
+@functools.cache
+def _backward_launcher(
+    num_experts: int, k: int, over_all: bool, row_order: bool, element_size: int
+) -> tuple[Launcher, int]:
+    """And the tokens of a program."""
+    padded, block_t, warps = _launch_shape(num_experts, element_size)
+    constants = {"E": num_experts, "K": k, "OVER_ALL": over_all, "ROW_ORDER": row_order}
+    padding = {"E_PAD": padded, "K_PAD": next_power_of_2(k), "BLOCK_T": block_t}
+    return Launcher(_router_backward_kernel, {**constants, **padding}, num_warps=warps), block_t
 
 
 def _softmax_over_all(convention: str) -> bool:
@@ -161,11 +185,8 @@ def top_k(logits: Tensor, k: int, convention: str = "topk_softmax") -> tuple[Ten
     scores = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
     experts = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
     if tokens:
-        padded, block_t, warps = _launch_shape(num_experts, logits.element_size())
-        _router_top_k_kernel[(triton.cdiv(tokens, block_t),)](
-            logits, scores, experts, tokens, num_experts, k, over_all,
-            padded, triton.next_power_of_2(k), block_t, num_warps=warps,
-        )  # fmt: skip
+        launcher, block_t = _top_k_launcher(num_experts, k, over_all, logits.element_size())
+        launcher((cdiv(tokens, block_t),), (logits, scores, experts, tokens))
     return scores, experts
 
 
@@ -198,14 +219,17 @@ def router_backward(
     tokens, k = experts.shape
     grad_logits = torch.empty((tokens, num_experts), dtype=dtype, device=experts.device)
     if tokens:
-        padded, block_t, warps = _launch_shape(num_experts, grad_logits.element_size())
+        launcher, block_t = _backward_launcher(
+            num_experts, k, over_all, reverse is not None, grad_logits.element_size()
+        )
         scores, grad_scores = scores.float().contiguous(), grad_scores.float().contiguous()
         experts = experts.contiguous()
         # Pointers that are never read still have to point somewhere.
-        _router_backward_kernel[(triton.cdiv(tokens, block_t),)](
-            scores, experts, grad_scores, experts if reverse is None else reverse,
-            scores if logits is None else logits.contiguous(), grad_logits, tokens,
-            num_experts, k, over_all, reverse is not None,
-            padded, triton.next_power_of_2(k), block_t, num_warps=warps,
+        launcher(
+            (cdiv(tokens, block_t),),
+            (
+                scores, experts, grad_scores, experts if reverse is None else reverse,
+                scores if logits is None else logits.contiguous(), grad_logits, tokens,
+            ),
         )  # fmt: skip
     return grad_logits

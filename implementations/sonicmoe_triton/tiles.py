@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+
+from implementations.sonicmoe_triton.launching import next_power_of_2
 
 UP_PROJECTION = "up_projection"
 DOWN_PROJECTION = "down_projection"
@@ -101,7 +102,7 @@ def choose(kernel: str, d: int, n: int, element_size: int, block_m: int = 128, h
 
 
 def _power_of_two(width: int, least: int) -> int:
-    return max(least, triton.next_power_of_2(width))
+    return max(least, next_power_of_2(width))
 
 
 def programs(tile: Tile, tiles: int, device: torch.device) -> tuple[int, int]:
@@ -109,7 +110,7 @@ def programs(tile: Tile, tiles: int, device: torch.device) -> tuple[int, int]:
 
     Program i works through the tiles i, i + stride, …. The stride depends on the device alone, so that it can be a
     compile-time constant without a new compilation for every number of rows."""
-    stride = _multiprocessors(device) * tile.programs
+    stride = multiprocessors(device) * tile.programs
     return min(stride, tiles), stride
 
 
@@ -131,7 +132,8 @@ def launch(tile: Tile, tiles: int, like: Tensor) -> tuple[int, dict[str, Any]]:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU: how many programs of one to a multiprocessor run at once."""
     # In the interpreter: few enough that a program meets several tiles.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 

@@ -39,30 +39,31 @@ TURN_MS = 8.0
 #: What differs from each kernel's default; the first is the default, `PLAIN` the twin with its own choice of tile.
 _CONTIGUOUS: list[dict[str, Any]] = [
     {},
-    {"slices": 4, "buffers": 2},
     {"by_expert": True},
     {"by_expert": True, "slices": 4, "buffers": 2},
-    {"stages": 5, "slices": 1},
+    {"slices": 4, "buffers": 2},
     {"stages": 5, "slices": 2, "buffers": 2},
     dict(PLAIN),
 ]
+_GATHERED_COLUMNS = {"gathered": 256, "dense": 128, "gathered_rows": False}
 _WEIGHTS: list[dict[str, Any]] = [
     {},
-    {"slice_columns": 128, "buffers": 1},
-    {"gathered": 256, "dense": 128, "gathered_rows": False},
-    dict(PLAIN),
-]
-_GATHERED: list[dict[str, Any]] = [
-    {"block_n": 256},
-    {"block_n": 256, "ragged": True},
-    {"block_n": 256, "groups": 2},
-    {"block_n": 256, "groups": 2, "ragged": True},
+    _GATHERED_COLUMNS | {"slice_columns": 64, "buffers": 2},
+    _GATHERED_COLUMNS | {"slice_columns": 128, "buffers": 1},
     dict(PLAIN),
 ]
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
-    tiles.UP_PROJECTION: _GATHERED,
+    tiles.UP_PROJECTION: [
+        {"block_n": 256, "ragged": False},
+        {"block_n": 256, "ragged": True},
+        dict(PLAIN),
+    ],
     tiles.DOWN_PROJECTION: _CONTIGUOUS,
-    tiles.HIDDEN_GRADIENT: _GATHERED,
+    tiles.HIDDEN_GRADIENT: [
+        {"block_n": 256, "ragged": True},
+        {"block_n": 256, "ragged": False},
+        dict(PLAIN),
+    ],
     tiles.INPUT_GRADIENT: _CONTIGUOUS,
     tiles.UP_WEIGHT_GRADIENT: _WEIGHTS,
     tiles.DOWN_WEIGHT_GRADIENT: _WEIGHTS,

@@ -4,6 +4,7 @@ harness has none (biases, other activations, general routing)."""
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -298,6 +299,86 @@ def test_compiles_with_a_loss_of_the_router_and_any_number_of_tokens() -> None:
         assert_all_close(torch.autograd.grad(compiled(x), list(layer.parameters())), eager)
 
 
+@pytest.mark.parametrize("convention", ["topk_softmax", "softmax_topk"])
+def test_function_and_operator_agree(convention: str) -> None:
+    """Bit for bit: what a dispatch mode sees is the operator, what nobody watches the plain function."""
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    leaves = [*small_leaves(), *leaves_of(random(3, 16), random(3, 16))]
+    x, w1, w2, router, bias1, bias2 = leaves
+    scores, experts = random(6, 2).abs().requires_grad_(), torch.tensor([[0, 1], [2, 0]] * 3)
+
+    def both() -> list[Tensor]:
+        out, told = function.moe_layer_with_router(x, w1, w2, router, 2, convention, "swiglu", bias1, bias2)
+        found = torch.autograd.grad([out, load_balancing_loss(told)], leaves, [random(6, 16), None])
+        again = function.moe_layer(x, w1, w2, router, 2, convention, "swiglu", bias1, bias2)
+        found += torch.autograd.grad(again, leaves, random(6, 16))
+        routed = function.routed_experts(x, w1, w2, scores, experts, None, "swiglu", bias1, bias2)
+        found += torch.autograd.grad(routed, [x, w1, w2, scores, bias1, bias2], random(6, 16))
+        return [out, again, routed, told.logits, told.counts, *found]
+
+    eager = both()
+    with Watch():
+        watched = both()
+    assert all(torch.equal(a, b) for a, b in zip(eager, watched, strict=True))
+    for name in ("moe_layer", "moe_layer_backward", "routed_experts", "routed_experts_backward"):
+        assert f"sonicmoe_triton.{name}.default" in seen
+    # The forward unwatched, the backward watched.
+    out = function.moe_layer(x, w1, w2, router, 2, convention, "swiglu", bias1, bias2)
+    seen.clear()
+    with Watch():
+        found = torch.autograd.grad(out, leaves, random(6, 16))
+    assert "sonicmoe_triton.moe_layer_backward.default" in seen
+    first = 5 + len(leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, eager[first : first + len(leaves)], strict=True))
+
+
+def test_biases_that_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w1, w2, router = small_leaves()
+    bias1, bias2 = random(3, 16), random(3, 16)
+    out = function.moe_layer(x, w1, w2, router, 2, bias1=bias1, bias2=bias2)
+    monkeypatch.setattr(function, "expert_sum", None)
+    assert all(g is not None for g in torch.autograd.grad(out, [x, w1, w2, router], random(6, 16)))
+
+
+def test_a_loss_of_the_logits_alone() -> None:
+    x, w1, w2, router = small_leaves()
+    _, told = function.moe_layer_with_router(x, w1, w2, router, 2)
+    grad = random(6, 3)
+    found = torch.autograd.grad(told.logits, [x, router, w1], grad)
+    torch.testing.assert_close(found[0], grad @ router)
+    torch.testing.assert_close(found[1], grad.T @ x)
+    assert not found[2].any()
+
+
+def test_nothing_outlives_its_output() -> None:
+    """Reference counts alone free what a forward held, and a backward what it made."""
+    x, w1, w2, router = small_leaves()
+    held: list[weakref.ref[Tensor]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out, told = function.moe_layer_with_router(x, w1, w2, router, 2)
+        torch.autograd.grad([out, told.logits], [x, w1], [random(6, 16), random(6, 3)])
+        del out, told
+        alive = [ref() for ref in held if ref() is not None]
+        inputs = x, w1, w2, router
+        assert all(any(tensor is known for known in inputs) for tensor in alive)
+    finally:
+        gc.enable()
+
+
 class _NoHost(TorchDispatchMode):
     """Refuses what reads values on the host."""
 
@@ -315,7 +396,7 @@ def test_no_host_synchronisation() -> None:
     with _NoHost(), torch.no_grad():
         out, logits, *held = function._moe_layer._init_fn(x, w1, w2, router, bias1, bias2, *arguments, True)
         function._moe_layer_backward._init_fn(
-            out, logits, x, w1, w2, router, bias1, bias2, logits, *held, *arguments, [True] * 4
+            out, logits, x, w1, w2, router, bias1, bias2, logits, *held, *arguments, [True] * 6
         )
         experts, offsets = torch.tensor([0, 1, 2, 0], dtype=torch.int32), torch.tensor([0, 2, 2, 3, 3, 3, 4]).int()
         function._routed_experts._init_fn(x, w1, w2, random(4), experts, offsets, None, None, 3, "swiglu")

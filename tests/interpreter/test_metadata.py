@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from implementations.sonicmoe_triton import metadata
-from implementations.sonicmoe_triton.metadata import Routing, make_routing, to_row_order
+from implementations.sonicmoe_triton.metadata import Routing, make_routing, route, to_row_order
 
 
 @pytest.fixture
@@ -95,9 +95,24 @@ def test_row_order(small_blocks: None) -> None:
     expected = torch.empty(69)
     expected[routing.reverse.long()] = scores.reshape(-1)
     assert torch.equal(to_row_order(scores, routing), expected)
+    again, row_scores = route(scores, chosen, 5)
+    assert torch.equal(row_scores, expected) and torch.equal(again.reverse, routing.reverse)
     assert torch.equal(to_row_order(scores.T.contiguous().T, routing), expected)
     with pytest.raises(ValueError, match="68 values for 69 pairs"):
         to_row_order(scores.reshape(-1)[1:], routing)
+    with pytest.raises(ValueError, match="68 scores for 69 pairs"):
+        route(scores.reshape(-1)[1:], chosen, 5)
+
+
+def test_row_order_of_general_routing(small_blocks: None) -> None:
+    """More experts than blocks of pairs, and the other way round."""
+    for num_experts, pairs in ((40, 9), (3, 200)):
+        experts = torch.randint(0, num_experts, (pairs,), generator=torch.Generator().manual_seed(1)).int()
+        scores, offsets = torch.rand(pairs), torch.tensor([0, 2, 2, pairs])
+        routing, row_scores = route(scores, experts, num_experts, 4, offsets)
+        tokens = torch.arange(3).repeat_interleave(torch.diff(offsets))
+        check(routing, experts, tokens, num_experts, 4)
+        assert torch.equal(row_scores[routing.reverse.long()], scores)
 
 
 def test_what_does_not_fit_is_refused() -> None:
