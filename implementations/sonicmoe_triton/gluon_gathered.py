@@ -17,6 +17,7 @@ consumer waits for step i after it has freed step i - 2, the producer for the st
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,7 @@ class Options:
     ragged: bool
 
 
+@functools.cache
 def make_options(block_n: int, ragged: bool, halves: int = 2, block_k: int = 64, stages: int | None = None) -> Options:
     """Options with the widest slices and, unless told, as many stages as fit.
 
@@ -367,10 +369,14 @@ def store_slice(  # type: ignore[no-untyped-def]
         gl.store(narrow + first.to(gl.int64) * N + row[:, None] * N + columns[None, :], value, mask=mask)
 
 
+@functools.cache
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), ELEMENTS[dtype])
+
+
 def boxes(tensor: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
     """A descriptor that moves `box` of a tensor seen as `shape` and `strides`."""
-    layout = gl.NVMMASharedLayout.get_default_for(box, ELEMENTS[tensor.dtype])
-    return TensorDescriptor(tensor, shape, strides, box, layout)
+    return TensorDescriptor(tensor, shape, strides, box, _layout(tuple(box), tensor.dtype))
 
 
 def boxes_of_halves(tensor: Tensor, halves: int, options: Options, ragged: bool = False) -> TensorDescriptor:

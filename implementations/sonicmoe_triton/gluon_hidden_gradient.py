@@ -10,8 +10,9 @@ Three partitions walk through one ring of stages (gluon_gathered.py):
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,6 +50,7 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     wait_full,
     widen,
 )
+from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
 
@@ -176,9 +178,10 @@ def hidden_gradient_kernel(  # type: ignore[no-untyped-def]
     )
 
 
+@functools.cache
 def choose(n: int, halves: int = 2) -> Options:
     """The options for experts of width n: the widest tile that n fills, as many stages as fit."""
-    return make_options(min(256, max(64, triton.next_power_of_2(n))), ragged=True, halves=halves)
+    return make_options(min(256, max(64, next_power_of_2(n))), ragged=True, halves=halves)
 
 
 def hidden_gradient(
@@ -219,11 +222,12 @@ def hidden_gradient(
     options = options or choose(n, halves)
     tile = options.tile
     tiles.check_block_m(tile, routing.block_m)
-    column_tiles = triton.cdiv(n, tile.block_n)
+    column_tiles = cdiv(n, tile.block_n)
     partial_scores = torch.empty(column_tiles, rows, dtype=torch.float32, device=device)
     grid, stride = tiles.programs(tile, routing.max_tiles * column_tiles, device)
-    with torch.cuda.device_of(grad_out):
-        hidden_gradient_kernel[(grid,)](
+    _launcher(Plan(d, n, activation, halves, tile.block_n, stride, options))(
+        (grid,),
+        (
             tiles.dense(grad_out),
             boxes(tiles.dense(w2), [experts, d, n], [d * n, n, 1], [1, tile.block_k, tile.block_n]),
             boxes_of_halves(tiles.dense(h), halves, options),
@@ -236,8 +240,11 @@ def hidden_gradient(
             routing.gather,
             *routing.row_tiles,
             rows,
-            P=Plan(d, n, activation, halves, tile.block_n, stride, options),
-            num_warps=CONSUMER_WARPS,
-            maxnreg=ENTRY_REGISTERS,
-        )
+        ),
+    )
     return grad_h, scaled_a, partial_scores[0] if column_tiles == 1 else partial_scores.sum(0)
+
+
+@functools.cache
+def _launcher(plan: Plan) -> Launcher:
+    return Launcher(hidden_gradient_kernel, {"P": plan}, num_warps=CONSUMER_WARPS, maxnreg=ENTRY_REGISTERS)

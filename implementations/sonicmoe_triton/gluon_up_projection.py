@@ -10,8 +10,9 @@ Three partitions walk through one ring of stages (gluon_gathered.py):
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,6 +48,7 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     wait_empty,
     wait_full,
 )
+from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
 
@@ -148,11 +150,12 @@ def up_projection_kernel(  # type: ignore[no-untyped-def]
     )
 
 
+@functools.cache
 def choose(n: int, halves: int = 2) -> Options:
     """The options for experts of width n: the widest tile that the halves fill, as many stages as fit.
 
     Ragged descriptors, through which whole tiles would leave too, cost more here than storing tails from registers."""
-    units = min(256 // halves, max(64, triton.next_power_of_2(n)))
+    units = min(256 // halves, max(64, next_power_of_2(n)))
     return make_options(halves * units, ragged=False, halves=halves)
 
 
@@ -192,9 +195,10 @@ def up_projection(
     tile = options.tile
     tiles.check_block_m(tile, routing.block_m)
     columns = tile.block_n // halves
-    grid, stride = tiles.programs(tile, routing.max_tiles * triton.cdiv(n, columns), x.device)
-    with torch.cuda.device_of(x):
-        up_projection_kernel[(grid,)](
+    grid, stride = tiles.programs(tile, routing.max_tiles * cdiv(n, columns), x.device)
+    _launcher(Plan(d, n, activation, halves, columns, stride, options, bias1 is not None))(
+        (grid,),
+        (
             tiles.dense(x),
             boxes(tiles.dense(w1), [halves * experts, n, d], [n * d, d, 1], [halves, columns, tile.block_k]),
             x if bias1 is None else bias1.contiguous(),
@@ -204,8 +208,11 @@ def up_projection(
             a,
             routing.gather,
             *routing.row_tiles,
-            P=Plan(d, n, activation, halves, columns, stride, options, bias1 is not None),
-            num_warps=CONSUMER_WARPS,
-            maxnreg=ENTRY_REGISTERS,
-        )
+        ),
+    )
     return h, a
+
+
+@functools.cache
+def _launcher(plan: Plan) -> Launcher:
+    return Launcher(up_projection_kernel, {"P": plan}, num_warps=CONSUMER_WARPS, maxnreg=ENTRY_REGISTERS)

@@ -22,10 +22,11 @@ deterministic.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
 #: Rows that a ragged descriptor seems to have (`_ragged`).
@@ -244,7 +246,13 @@ def _consumer(tensors, PART: gl.constexpr, TILING: gl.constexpr):  # type: ignor
     tma.store_wait(0)
 
 
-@gluon.jit
+def _name(specialization: Any) -> str:
+    """Of a compiled kernel: profilers tell the two gradients apart by it."""
+    of = specialization.constants
+    return f"gluon_{'up' if of['GATHERED_ROWS'] == of['TRANSPOSED'] else 'down'}_weight_gradient_kernel"
+
+
+@gluon.jit(repr=_name)
 def weight_gradient_kernel(  # type: ignore[no-untyped-def]
     gathered,  # (T, GATHERED_WIDTH)
     dense,  # ragged descriptor of (R, DENSE_WIDTH), box (BK, a part of the tile's extent)
@@ -300,15 +308,17 @@ def weight_gradient_kernel(  # type: ignore[no-untyped-def]
     )
 
 
+@functools.cache
 def narrowed(options: Options, gathered_width: int, dense_width: int) -> Options:
     """The options with the tile's columns no more than the operand needs, 64 at least."""
     side, width = ("dense", dense_width) if options.gathered_rows else ("gathered", gathered_width)
-    columns = min(getattr(options, side), max(64, triton.next_power_of_2(width)))
+    columns = min(getattr(options, side), max(64, next_power_of_2(width)))
     slice_columns = min(options.slice_columns, columns)
     buffers = min(options.buffers, columns // slice_columns)
     return replace(options, **{side: columns}, slice_columns=slice_columns, buffers=buffers)
 
 
+@functools.cache
 def boxes(options: Options, up: bool) -> tuple[list[int], list[int]]:
     """The boxes in which the dense operand (block_k, …) is loaded and the gradient (1, …, …) is stored."""
     rows, columns = options.sides
@@ -342,9 +352,13 @@ def constants(options: Options, up: bool, experts: int, gathered_width: int, den
     }
 
 
+@functools.cache
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
 def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    element = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(tensor, shape, strides, box, gl.NVMMASharedLayout.get_default_for(box, element))
+    return TensorDescriptor(tensor, shape, strides, box, _layout(tuple(box), tensor.dtype))
 
 
 def _ragged(tensor: Tensor, box: list[int]) -> TensorDescriptor:
@@ -363,21 +377,25 @@ def _launch(gathered: Tensor, dense: Tensor, out: Tensor, routing: Routing, opti
     gathered, dense = tiles.dense(gathered), tiles.dense(dense)
     options = narrowed(options, gathered.shape[1], dense.shape[1])
     loaded, stored = boxes(options, up)
-    count = triton.cdiv(gathered.shape[1], options.gathered) * triton.cdiv(dense.shape[1], options.dense)
-    tile = tiles.Tile(options.gathered, options.dense, options.block_k, warps=8, stages=options.stages)
-    grid, stride = tiles.programs(tile, routing.num_experts * count, out.device)
-    with torch.cuda.device_of(out):
-        weight_gradient_kernel[(grid,)](
+    count = cdiv(gathered.shape[1], options.gathered) * cdiv(dense.shape[1], options.dense)
+    stride = tiles.multiprocessors(out.device)
+    _launcher(options, up, routing.num_experts, gathered.shape[1], dense.shape[1], stride)(
+        (min(stride, routing.num_experts * count),),
+        (
             gathered,
             _ragged(dense, loaded),
             _descriptor(out, list(out.shape), list(out.stride()), stored),
             routing.gather,
             routing.expert_offsets,
-            PROGRAMS=stride,
-            **constants(options, up, routing.num_experts, gathered.shape[1], dense.shape[1]),
-            num_warps=WARPS.value,
-        )
+        ),
+    )
     return out
+
+
+@functools.cache
+def _launcher(options: Options, up: bool, experts: int, gathered_width: int, dense_width: int, stride: int) -> Launcher:
+    fixed = constants(options, up, experts, gathered_width, dense_width)
+    return Launcher(weight_gradient_kernel, fixed | {"PROGRAMS": stride}, num_warps=WARPS.value)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

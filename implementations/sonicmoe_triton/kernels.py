@@ -6,13 +6,21 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from implementations.sonicmoe_triton import contiguous_gemm, tiles, weight_gradient
+from implementations.sonicmoe_triton import (
+    contiguous_gemm,
+    gluon_contiguous,
+    gluon_gathered,
+    gluon_hidden_gradient,
+    gluon_up_projection,
+    gluon_weight_gradient,
+    tiles,
+    weight_gradient,
+)
 from implementations.sonicmoe_triton import hidden_gradient as plain_hidden_gradient
 from implementations.sonicmoe_triton import up_projection as plain_up_projection
 from implementations.sonicmoe_triton.activations import is_gated
@@ -32,9 +40,20 @@ def on_hopper(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and _is_hopper(tensor.device)
 
 
-def _choice(kernel: str, d: int, width: int, operand: Tensor) -> Mapping[str, Any] | None:
-    """What the table says (`tuned.overrides`), or that the plain twin must do."""
-    return overrides(kernel, d, width) if on_hopper(operand) else PLAIN
+@functools.cache
+def _tuned(kernel: str, d: int, width: int, halves: int) -> Any:
+    found = overrides(kernel, d, width)
+    if found is None or found is PLAIN:
+        return found
+    if kernel in (tiles.UP_PROJECTION, tiles.HIDDEN_GRADIENT):
+        return gluon_gathered.make_options(halves=halves, **found)
+    contiguous = kernel in (tiles.DOWN_PROJECTION, tiles.INPUT_GRADIENT)
+    return gluon_contiguous.Options(**found) if contiguous else gluon_weight_gradient.Options(**found)
+
+
+def _choice(kernel: str, d: int, width: int, operand: Tensor, halves: int = 1) -> Any:
+    """The Gluon kernel's options by the table (None: its own choice), or `PLAIN`: the plain twin must do."""
+    return _tuned(kernel, d, width, halves) if on_hopper(operand) else PLAIN
 
 
 def up_projection(
@@ -42,13 +61,10 @@ def up_projection(
 ) -> tuple[Tensor, Tensor]:
     """(h (R, 2n), a (R, n)); see the twin in `up_projection`."""
     halves = 2 if is_gated(activation) else 1
-    found = _choice(tiles.UP_PROJECTION, w1.shape[2], w1.shape[1] // halves, x)
+    found = _choice(tiles.UP_PROJECTION, w1.shape[2], w1.shape[1] // halves, x, halves)
     if found is PLAIN:
         return plain_up_projection.up_projection(x, w1, routing, activation, bias1)
-    from implementations.sonicmoe_triton import gluon_up_projection as hopper
-
-    options = None if found is None else hopper.make_options(halves=halves, **found)
-    return hopper.up_projection(x, w1, routing, activation, bias1, options)
+    return gluon_up_projection.up_projection(x, w1, routing, activation, bias1, found)
 
 
 def down_projection(a: Tensor, w2: Tensor, routing: Routing, bias2: Tensor | None = None) -> Tensor:
@@ -56,9 +72,7 @@ def down_projection(a: Tensor, w2: Tensor, routing: Routing, bias2: Tensor | Non
     found = _choice(tiles.DOWN_PROJECTION, w2.shape[1], w2.shape[2], a)
     if found is PLAIN:
         return contiguous_gemm.down_projection(a, w2, routing, bias2)
-    from implementations.sonicmoe_triton import gluon_contiguous as hopper
-
-    return hopper.down_projection(a, w2, routing, bias2, None if found is None else hopper.Options(**found))
+    return gluon_contiguous.down_projection(a, w2, routing, bias2, found)
 
 
 def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing) -> Tensor:
@@ -66,22 +80,17 @@ def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing) -> Tensor:
     found = _choice(tiles.INPUT_GRADIENT, w1.shape[2], w1.shape[1], grad_h)
     if found is PLAIN:
         return contiguous_gemm.input_gradient(grad_h, w1, routing)
-    from implementations.sonicmoe_triton import gluon_contiguous as hopper
-
-    return hopper.input_gradient(grad_h, w1, routing, None if found is None else hopper.Options(**found))
+    return gluon_contiguous.input_gradient(grad_h, w1, routing, found)
 
 
 def hidden_gradient(
     grad_out: Tensor, w2: Tensor, h: Tensor, row_scores: Tensor, routing: Routing, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad_h like h, scaled_a (R, n), grad_row_scores (R,)); see the twin in `hidden_gradient`."""
-    found = _choice(tiles.HIDDEN_GRADIENT, w2.shape[1], w2.shape[2], grad_out)
+    found = _choice(tiles.HIDDEN_GRADIENT, w2.shape[1], w2.shape[2], grad_out, 2 if is_gated(activation) else 1)
     if found is PLAIN:
         return plain_hidden_gradient.hidden_gradient(grad_out, w2, h, row_scores, routing, activation)
-    from implementations.sonicmoe_triton import gluon_hidden_gradient as hopper
-
-    options = None if found is None else hopper.make_options(halves=2 if is_gated(activation) else 1, **found)
-    return hopper.hidden_gradient(grad_out, w2, h, row_scores, routing, activation, options)
+    return gluon_hidden_gradient.hidden_gradient(grad_out, w2, h, row_scores, routing, activation, found)
 
 
 def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing) -> Tensor:
@@ -89,9 +98,7 @@ def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing) -> Tensor:
     found = _choice(tiles.UP_WEIGHT_GRADIENT, x.shape[1], grad_h.shape[1], x)
     if found is PLAIN:
         return weight_gradient.up_weight_gradient(grad_h, x, routing)
-    from implementations.sonicmoe_triton import gluon_weight_gradient as hopper
-
-    return hopper.up_weight_gradient(grad_h, x, routing, None if found is None else hopper.Options(**found))
+    return gluon_weight_gradient.up_weight_gradient(grad_h, x, routing, found)
 
 
 def down_weight_gradient(grad_out: Tensor, scaled_a: Tensor, routing: Routing) -> Tensor:
@@ -99,6 +106,4 @@ def down_weight_gradient(grad_out: Tensor, scaled_a: Tensor, routing: Routing) -
     found = _choice(tiles.DOWN_WEIGHT_GRADIENT, grad_out.shape[1], scaled_a.shape[1], grad_out)
     if found is PLAIN:
         return weight_gradient.down_weight_gradient(grad_out, scaled_a, routing)
-    from implementations.sonicmoe_triton import gluon_weight_gradient as hopper
-
-    return hopper.down_weight_gradient(grad_out, scaled_a, routing, None if found is None else hopper.Options(**found))
+    return gluon_weight_gradient.down_weight_gradient(grad_out, scaled_a, routing, found)
