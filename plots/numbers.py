@@ -17,6 +17,7 @@ from plots import rows as table
 README = table.ROOT / "README.md"
 BEGIN, END = "<!-- numbers: begin (made by python -m plots.numbers) -->", "<!-- numbers: end -->"
 OFFICIAL = "sonicmoe_official"
+OURS = "sonicmoe_triton"
 #: Baselines whose ratios stand in the table.
 BASELINES = ("scattermoe", "deepgemm", "torch_grouped_mm")
 PASS_TEXT = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
@@ -69,14 +70,12 @@ def _speed(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
             if row is None:
                 continue
             paper = _paper_ratio(plugin, shape, pass_)
-            measured = f"{row['value']:.2f}× [{row['value_low']:.2f}, {row['value_high']:.2f}]"
-            lines.append((f"{text}: time of {name} / SonicMoE, 7B n = 256", _times(paper), measured))
-        shapes = [found for _, found in table.paper_shapes()]
-        every = [_ratio(rows, plugin, found, "forward_backward") for found in shapes]
-        if all(row is not None for row in every):
-            paper = _geometric_mean([_paper_ratio(plugin, found, "forward_backward") for found in shapes])
-            values = [float(row["value"]) for row in every if row is not None]
-            measured = f"{_times(_geometric_mean(values))} ({_times(min(values))} to {_times(max(values))})"
+            lines.append((f"{text}: time of {name} / SonicMoE, 7B n = 256", _times(paper), _interval(row)))
+        measured = _over_layers(rows, plugin, OFFICIAL, "forward_backward")
+        if measured:
+            paper = _geometric_mean(
+                [_paper_ratio(plugin, found, "forward_backward") for _, found in table.paper_shapes()]
+            )
             text = f"forward + backward: {name} / SonicMoE, geometric mean of the twelve layers"
             lines.append((text, _times(paper), measured))
     same = _ratio(rows, OFFICIAL, shape, "forward_backward")
@@ -100,6 +99,33 @@ def _layer_gib(rows: pd.DataFrame, plugin: str, shape: str) -> float:
 
 def _paper_gib(plugin: str, shape: str) -> float:
     return table.paper_value(table.paper_memory(), plugin, shape)
+
+
+def _interval(row: pd.Series) -> str:
+    return f"{row['value']:.2f}× [{row['value_low']:.2f}, {row['value_high']:.2f}]"
+
+
+def _over_layers(rows: pd.DataFrame, numerator: str, denominator: str, pass_: str) -> str:
+    """Geometric mean and range of a ratio over the twelve layers; empty where one is missing."""
+    every = [_ratio(rows, numerator, found, pass_, denominator) for _, found in table.paper_shapes()]
+    values = [float(row["value"]) for row in every if row is not None]
+    if len(values) < len(every):
+        return ""
+    return f"{_times(_geometric_mean(values))} ({_times(min(values))} to {_times(max(values))})"
+
+
+def _ours(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    lines: list[tuple[str, str, str]] = []
+    for pass_, text in PASS_TEXT.items():
+        row = _ratio(rows, OFFICIAL, table.HEADLINE_SHAPE, pass_, OURS)
+        if row is not None:
+            lines.append((f"{text}: time of SonicMoE / our Triton layer, 7B n = 256", "–", _interval(row)))
+    for pass_, text in PASS_TEXT.items():
+        measured = _over_layers(rows, OFFICIAL, OURS, pass_)
+        if measured:
+            of = "geometric mean of the twelve layers"
+            lines.append((f"{text}: SonicMoE / our Triton layer, {of}", "–", measured))
+    return lines
 
 
 def _memory(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
@@ -160,19 +186,21 @@ def _bound(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
 def _host(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     """What the GPU needs, and what a host that launches the calls one by one sees."""
     chosen = table.layers(rows)
-    found = chosen[
-        (chosen["implementation"] == OFFICIAL)
-        & (chosen["shape"] == table.HEADLINE_SHAPE)
-        & (chosen["pass"] == "forward_backward")
-        & (chosen["status"] == "ok")
-        & (chosen["measured_on"] == "cuda")
-    ]
-    if not len(found):
-        return []
-    last = found.iloc[-1]
-    device, host = last["device_ms"], last["latency_ms"]
-    text = f"{device:.2f} ms of GPU time; {host:.2f} ms launched from Python, without a CUDA graph"
-    return [("forward + backward of SonicMoE, 7B n = 256", "–", text)]
+    lines: list[tuple[str, str, str]] = []
+    for plugin, name in ((OFFICIAL, "SonicMoE"), (OURS, "our Triton layer")):
+        found = chosen[
+            (chosen["implementation"] == plugin)
+            & (chosen["shape"] == table.HEADLINE_SHAPE)
+            & (chosen["pass"] == "forward_backward")
+            & (chosen["status"] == "ok")
+            & (chosen["measured_on"] == "cuda")
+        ]
+        if len(found):
+            last = found.iloc[-1]
+            device, host = last["device_ms"], last["latency_ms"]
+            text = f"{device:.2f} ms of GPU time; {host:.2f} ms launched from Python, without a CUDA graph"
+            lines.append((f"forward + backward of {name}, 7B n = 256", "–", text))
+    return lines
 
 
 def lines(rows: pd.DataFrame) -> list[str]:
@@ -180,7 +208,7 @@ def lines(rows: pd.DataFrame) -> list[str]:
     chosen = table.one_gpu(rows)
     gpu = table.gpus(chosen)
     head = [f"| what is compared | paper (H100) | measured ({gpu[0] if gpu else 'no GPU'}) |", "| --- | --- | --- |"]
-    parts: list[Callable[[pd.DataFrame], list[tuple[str, str, str]]]] = [_speed, _host, _memory, _bound]
+    parts: list[Callable[[pd.DataFrame], list[tuple[str, str, str]]]] = [_speed, _ours, _host, _memory, _bound]
     return head + [f"| {' | '.join(cells)} |" for part in parts for cells in part(chosen)]
 
 

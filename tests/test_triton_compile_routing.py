@@ -35,12 +35,14 @@ class Facts:
     ptx: str
 
 
-def build(kernel: Any, arguments: dict[str, str], constants: dict[str, Any], warps: int, directory: Path) -> Facts:
+def build(
+    kernel: Any, arguments: dict[str, str], constants: dict[str, Any], num_warps: int, directory: Path, **options: int
+) -> Facts:
     """Compile as a launch with 16-byte aligned pointers would."""
     signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, **options})
     cubin = directory / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
@@ -51,16 +53,35 @@ def build(kernel: Any, arguments: dict[str, str], constants: dict[str, Any], war
 @pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("experts", "k"), ROUTINGS)
 def test_router(experts: int, k: int, element: str, tmp_path: Path) -> None:
-    padded, block_t, warps = router._launch_shape(experts, 4 if element == "fp32" else 2)
+    element_size = 4 if element == "fp32" else 2
+    padded, block_t, warps = router._launch_shape(experts, element_size)
+    kernel, top_sizes, top_warps = router.top_k_configuration(experts, k, element_size)
     sizes = {"E": experts, "K": k, "E_PAD": padded, "K_PAD": triton.next_power_of_2(k), "BLOCK_T": block_t}
     for over_all in (False, True):
         arguments = {"logits_ptr": f"*{element}", "scores_ptr": "*fp32", "experts_ptr": "*i32", "tokens": "i32"}
-        facts = build(router._router_top_k_kernel, arguments, {**sizes, "OVER_ALL": over_all}, warps, tmp_path)
+        constants = {"E": experts, "K": k, "OVER_ALL": over_all, **top_sizes}
+        facts = build(kernel, arguments, constants, top_warps, tmp_path)
         assert facts.stack == 0, facts.registers
         arguments |= {"grad_scores_ptr": "*fp32", "reverse_ptr": "*i32", "grad_logits_ptr": f"*{element}"}
-        constants = {**sizes, "OVER_ALL": over_all, "ROW_ORDER": True}
+        constants = {**sizes, "OVER_ALL": over_all, "ROW_ORDER": True, "PARTS": 1 if over_all else 8}
         facts = build(router._router_backward_kernel, arguments, constants, warps, tmp_path)
         assert facts.stack == 0, facts.registers
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+@pytest.mark.parametrize(("experts", "k"), [(128, 8), (256, 16), (64, 4), (32, 2), (512, 10)])
+def test_router_sorts_in_registers(experts: int, k: int, element: str, tmp_path: Path) -> None:
+    """16-byte loads of logits; what moves between threads is the lists that neighbours exchange, and the result."""
+    element_size = 4 if element == "fp32" else 2
+    kernel, sizes, warps = router.top_k_configuration(experts, k, element_size)
+    arguments = {"logits_ptr": f"*{element}", "scores_ptr": "*fp32", "experts_ptr": "*i32", "tokens": "i32"}
+    facts = build(kernel, arguments, {"E": experts, "K": k, "OVER_ALL": False, **sizes}, warps, tmp_path)
+    vectors = sizes["E_PAD"] // sizes["LANES"] // sizes["VECTOR"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", facts.ptx)) == vectors
+    words = 2 if element == "fp32" else 1
+    exchanged = words * (sizes["LIST"] + 1) * sizes["LOG_LANES"]
+    assert facts.ptx.count("shfl.sync") <= exchanged + 2 * sizes["K_PAD"] + 2
+    assert facts.ptx.count("st.shared") <= sizes["K_PAD"] // 2
 
 
 @pytest.mark.parametrize("block", [64, metadata.PAIRS_PER_BLOCK])
@@ -85,19 +106,21 @@ def test_metadata(experts: int, k: int, block: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 @pytest.mark.parametrize("d", [768, 1536, 4096, 2880, 24])
-@pytest.mark.parametrize("k", [1, 8, 10, 16, None])
+@pytest.mark.parametrize("k", [1, 2, 4, 8, 10, 16, 22, None])
 def test_aggregation(k: int | None, d: int, element: str, tmp_path: Path) -> None:
-    block_d, warps = aggregation.column_block(d, 4 if element == "fp32" else 2)
-    rows = aggregation.rows_at_once(k)
-    arguments = {name: "*i32" for name in ("reverse_ptr", "token_offsets_ptr")}
+    sizes, options = aggregation.configuration(k, d, 4 if element == "fp32" else 2)
+    _, across = aggregation.column_block(d, 4 if element == "fp32" else 2)
+    arguments = {name: "*i32" for name in ("reverse_ptr", "token_offsets_ptr")} | {"tokens": "i32"}
     arguments |= {name: f"*{element}" for name in ("rows_ptr", "base_ptr", "out_ptr")} | {"weights_ptr": "*fp32"}
-    constants = {"K": k or 0, "GENERAL": k is None, "WEIGHTED": True, "D": d, "BLOCK_D": block_d, "ROWS": rows}
+    constants = {"K": k or 0, "GENERAL": k is None, "D": d, **sizes}
     for based in (False, True):
-        facts = build(aggregation._aggregation_kernel, arguments, {**constants, "BASED": based}, warps, tmp_path)
+        case = {"WEIGHTED": not based, "BASED": based}
+        facts = build(aggregation._aggregation_kernel, arguments, {**constants, **case}, directory=tmp_path, **options)
         assert facts.stack == 0, facts.registers
-        # Every row, the base and the output: one 16-byte access a thread each; row indices are as wide where K allows.
-        turns = 1 if k is None else -(-k // rows)
-        indices = rows // 4 if k is not None and k % 4 == 0 else 0
-        loads = len(re.findall(r"ld\.global\.v4\.b32", facts.ptx))
-        assert loads == turns * (rows + indices) + based, loads
-        assert len(re.findall(r"st\.global\.v4\.b32", facts.ptx)) == 1
+        # Every row, the base and the output: one 16-byte access a thread each. A thread adds its own rows.
+        tokens = sizes["TOKENS"] * across // options["num_warps"]
+        loads = len(re.findall(r"ld\.global\.\S*evict_first\S*\.v4\.b32", facts.ptx))
+        turns = 1 if k is None else -(-k // sizes["ROWS"])
+        assert loads == tokens * (turns * sizes["ROWS"] + based), loads
+        assert len(re.findall(r"st\.global\.v4\.b32", facts.ptx)) == tokens
+        assert "bar.sync" not in facts.ptx and "shfl" not in facts.ptx

@@ -2,14 +2,15 @@
 
     out[t] = base[t] + sum over the pairs p of t of weights[reverse[p]] * rows[reverse[p]]
 
-Memory-bound: R * d elements are read once, T * d written once. A program owns BLOCK_D columns of one token and loads
-up to eight rows at a time, each as 16-byte vectors, before it adds them: what matters is bytes in flight. The order of
-the additions is fixed, so equal inputs give equal bits.
+Memory-bound: R * d elements are read once, T * d written once. What matters is bytes in flight: a thread owns 16 bytes
+of one token's columns, or of several tokens' where they have few pairs, and loads 8 to 16 rows before it adds any. It
+adds its own rows, in a fixed order, so that equal inputs give equal bits.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -19,8 +20,13 @@ from torch import Tensor
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
-#: Rows loaded at once, at most: 8 rows x 16 bytes are 32 registers of loads a thread.
-ROWS_AT_ONCE = 8
+#: Rows of one token loaded at once, at most: 16 rows x 16 bytes are 64 registers of loads a thread.
+ROWS_AT_ONCE = 16
+#: The same where tokens have any number of pairs.
+GENERAL_ROWS_AT_ONCE = 8
+#: A thread takes several tokens until it loads this many rows at once, but no more than so many tokens.
+ROWS_A_THREAD, TOKENS_A_THREAD = 8, 4
+WARPS = 4
 #: Up to here the loop over a token's K rows is unrolled, so that one turn's loads need not wait for another's sum.
 UNROLLED_K = tl.constexpr(64)
 
@@ -28,73 +34,98 @@ UNROLLED_K = tl.constexpr(64)
 @triton.jit
 def _aggregate_rows(  # type: ignore[no-untyped-def]
     rows_ptr, weights_ptr, reverse_ptr, first_pair, count, column,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    # (BLOCK_D,): the weighted sum of the rows of pairs first_pair ... first_pair + min(count, ROWS) - 1
-    slot = tl.arange(0, ROWS)
-    live = slot < count
-    row = tl.load(reverse_ptr + first_pair + slot, mask=live, other=0)
-    mask = live[:, None] & (column < D)[None, :]
-    y = tl.load(rows_ptr + row[:, None].to(tl.int64) * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    # (TOKENS, BLOCK_D): the weighted sums of the rows of pairs first_pair ... first_pair + min(count, ROWS) - 1
+    slot = tl.arange(0, ROWS)[None, :]
+    live = slot < count[:, None]
+    row = tl.load(reverse_ptr + first_pair[:, None] + slot, mask=live, other=0)
+    at = row[:, :, None].to(tl.int64) * D + column[None, None, :]
+    mask = live[:, :, None]
+    if D % BLOCK_D != 0:
+        mask = mask & (column < D)[None, None, :]
+    y = tl.load(rows_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
     if WEIGHTED:
-        y *= tl.load(weights_ptr + row, mask=live, other=0.0)[:, None]
-    return tl.sum(y, 0)
+        y *= tl.load(weights_ptr + row, mask=live, other=0.0)[:, :, None]
+    return tl.sum(y, 1)
 
 
 @triton.jit
 def _aggregation_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr, weights_ptr, base_ptr, reverse_ptr, token_offsets_ptr, out_ptr,
-    K: tl.constexpr, GENERAL: tl.constexpr, WEIGHTED: tl.constexpr, BASED: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    rows_ptr, weights_ptr, base_ptr, reverse_ptr, token_offsets_ptr, out_ptr, tokens,
+    K: tl.constexpr, GENERAL: tl.constexpr, WEIGHTED: tl.constexpr, BASED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     # rows (R, D), weights (R,), base (T, D), reverse (P,), token_offsets (T + 1,) -> out (T, D)
     COLUMN_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    token = tl.program_id(0) // COLUMN_BLOCKS
+    token = tl.program_id(0) // COLUMN_BLOCKS * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(0) % COLUMN_BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
-    at = token.to(tl.int64) * D + column
+    at = token.to(tl.int64)[:, None] * D + column[None, :]
+    mask = (token < tokens)[:, None] & (column < D)[None, :]
     if BASED:
-        total = tl.load(base_ptr + at, mask=column < D, other=0.0).to(tl.float32)
+        total = tl.load(base_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
     else:
-        total = tl.zeros((BLOCK_D,), tl.float32)
+        total = tl.zeros((TOKENS, BLOCK_D), tl.float32)
     if GENERAL:
-        pair = tl.load(token_offsets_ptr + token)
-        end = tl.load(token_offsets_ptr + token + 1)
-        for p in range(pair, end, ROWS):
-            total += _aggregate_rows(rows_ptr, weights_ptr, reverse_ptr, p, end - p, column, D, BLOCK_D, WEIGHTED, ROWS)
-    elif K <= UNROLLED_K:
-        for k in tl.static_range(0, K, ROWS):
+        pair = tl.load(token_offsets_ptr + token, mask=token < tokens, other=0)
+        count = tl.load(token_offsets_ptr + token + 1, mask=token < tokens, other=0) - pair
+        for k in range(0, tl.max(count, 0), ROWS):
             total += _aggregate_rows(
-                rows_ptr, weights_ptr, reverse_ptr, token * K + k, K - k, column, D, BLOCK_D, WEIGHTED, ROWS
+                rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column, D, BLOCK_D, WEIGHTED, ROWS, HINT
             )
     else:
-        for k in range(0, K, ROWS):
-            total += _aggregate_rows(
-                rows_ptr, weights_ptr, reverse_ptr, token * K + k, K - k, column, D, BLOCK_D, WEIGHTED, ROWS
-            )
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=column < D)
+        pair = token * K
+        count = tl.where(token < tokens, K, 0)
+        if K <= UNROLLED_K:
+            for k in tl.static_range(0, K, ROWS):
+                total += _aggregate_rows(
+                    rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column, D, BLOCK_D, WEIGHTED, ROWS, HINT
+                )
+        else:
+            for k in range(0, K, ROWS):
+                total += _aggregate_rows(
+                    rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column, D, BLOCK_D, WEIGHTED, ROWS, HINT
+                )
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
 
 
 def column_block(d: int, element_size: int) -> tuple[int, int]:
-    """(BLOCK_D, warps) for rows of ``d`` elements: one 16-byte vector a thread, 1 to 4 warps, the width that wastes
-    the fewest lanes and, among equals, the widest (d = 768, 1536, 4096 in bf16: 256, 512, 1024, no waste)."""
+    """(BLOCK_D, warps across it) for rows of ``d`` elements: one 16-byte vector a thread, 1 to 4 warps, the width that
+    wastes the fewest lanes and, among equals, the widest (d = 768, 1536, 4096 in bf16: 256, 512, 1024, no waste)."""
     vectors = 512 // element_size
     warps = min((4, 2, 1), key=lambda w: cdiv(d, w * vectors) * w)
     return warps * vectors, warps
 
 
 def rows_at_once(k: int | None) -> int:
-    """Rows that a program loads at once where every token has ``k`` pairs; None: where they vary."""
-    return ROWS_AT_ONCE if k is None else min(ROWS_AT_ONCE, next_power_of_2(k))
+    """Rows of a token that a program loads at once where every token has ``k`` pairs; None: where they vary."""
+    return GENERAL_ROWS_AT_ONCE if k is None else min(ROWS_AT_ONCE, next_power_of_2(k))
+
+
+def tokens_a_thread(rows: int) -> int:
+    """Whose columns a thread owns if it loads ``rows`` of each at once."""
+    return max(1, min(TOKENS_A_THREAD, ROWS_A_THREAD // rows))
+
+
+def configuration(k: int | None, d: int, element_size: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """The kernel's sizes and options. ``k``: as for `rows_at_once`."""
+    block_d, across = column_block(d, element_size)
+    rows = rows_at_once(k)
+    sizes = {"BLOCK_D": block_d, "ROWS": rows, "HINT": "evict_first", "STORE": ""}
+    if k is None:  # a program of several tokens would take as long as its longest
+        return {**sizes, "TOKENS": 1}, {"num_warps": across}
+    # Without a limit the assembler aims at fewer registers and issues half of the loads after the first sums.
+    options = {"num_warps": WARPS, "maxnreg": 64 if rows <= ROWS_A_THREAD else 96}
+    return {**sizes, "TOKENS": tokens_a_thread(rows) * (WARPS // across)}, options
 
 
 @functools.cache
-def _launcher(k: int | None, weighted: bool, based: bool, d: int, element_size: int) -> tuple[Launcher, int]:
-    """And the blocks of columns of a token. ``k``: as for `rows_at_once`."""
-    block_d, warps = column_block(d, element_size)
+def _launcher(k: int | None, weighted: bool, based: bool, d: int, element_size: int) -> tuple[Launcher, int, int]:
+    """And the tokens of a program and the blocks of columns of a token. ``k``: as for `rows_at_once`."""
+    sizes, options = configuration(k, d, element_size)
     # A bound on general routing's pairs changes nothing in the kernel, and must not make another one.
-    constants = {"K": k or 0, "GENERAL": k is None, "WEIGHTED": weighted, "BASED": based}
-    sizes = {"D": d, "BLOCK_D": block_d, "ROWS": rows_at_once(k)}
-    return Launcher(_aggregation_kernel, {**constants, **sizes}, num_warps=warps), cdiv(d, block_d)
+    constants = {"K": k or 0, "GENERAL": k is None, "WEIGHTED": weighted, "BASED": based, "D": d, **sizes}
+    return Launcher(_aggregation_kernel, constants, **options), sizes["TOKENS"], cdiv(d, sizes["BLOCK_D"])
 
 
 def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, base: Tensor | None = None) -> Tensor:
@@ -123,10 +154,10 @@ def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, bas
     rows = rows.contiguous()
     out = torch.empty((tokens, d), dtype=rows.dtype, device=rows.device)
     k = routing.k if routing.token_offsets is None else None
-    launcher, column_blocks = _launcher(k, weights is not None, base is not None, d, rows.element_size())
+    launcher, block_t, column_blocks = _launcher(k, weights is not None, base is not None, d, rows.element_size())
     # Pointers that are never read still have to point somewhere.
     launcher(
-        (tokens * column_blocks,),
+        (cdiv(tokens, block_t) * column_blocks,),
         (
             rows,
             rows if weights is None else weights.contiguous(),
@@ -134,6 +165,7 @@ def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, bas
             routing.reverse,
             routing.reverse if routing.token_offsets is None else routing.token_offsets,
             out,
+            tokens,
         ),
     )
     return out

@@ -2,7 +2,8 @@
 
 The router is inside, so that the gradient of x is written once. Between the two passes lie X (the caller's), H, the
 scores and the routing, nothing of size TK·d: beside the output (2Td bytes in a 2-byte dtype) 4TKn for H, 16TK for
-scores, experts, gather and reverse index, and O(E + tiles). No GEMM runs twice and nothing waits for the host.
+scores, experts, gather and reverse index, and O(E + tiles). No GEMM runs twice and nothing waits for the host. Eagerly
+the backward frees H once it has dH (unless the graph is kept), before it needs the most memory.
 
 Eagerly a pass is a plain `autograd.Function`, which costs the host little, since it has to stay ahead of the GPU. Where
 somebody looks on (a compiler, fake tensors, a dispatch mode) each pass is one `torch.library` operator with a fake twin
@@ -169,7 +170,7 @@ def choose_experts(x: Tensor, router: Tensor, k: int, convention: str = "topk_so
 class _Held(NamedTuple):
     """What the forward leaves for the backward. R = P rows; see `metadata.Routing`."""
 
-    h: Tensor  # (R, 2n)
+    h: Tensor  # (R, 2n); taken out (None) where the backward is to free it
     row_scores: Tensor  # (R,) fp32
     experts: Tensor  # (P,)
     gather: Tensor  # (R,)
@@ -229,6 +230,24 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
+class _SavedH:
+    """H, which the backward has done with long before it needs the most memory.
+
+    Args:
+        tensor: (R, 2n). Nobody else may refer to it, or letting go frees nothing.
+        release: frees what autograd has saved, unless the graph is to be kept.
+    """
+
+    def __init__(self, tensor: Tensor, release: Callable[[], None] | None = None) -> None:
+        self.tensor = tensor
+        self._release = release
+
+    def let_go(self) -> None:
+        del self.tensor
+        if self._release is not None:
+            self._release()
+
+
 class _Parameters(NamedTuple):
     """The experts' own, shaped as for `moe_layer`."""
 
@@ -279,17 +298,22 @@ def _experts_backward(
     activation: str,
     routing_backward: Callable[[Tensor], tuple[Tensor | None, Tensor | None]],
     needs: _Needs,
+    saved_h: _SavedH,
 ) -> _Gradients:
     """Steps 6 to 10.
 
     Args:
+        held: its h is not looked at: see ``saved_h``.
         routing_backward: called with dS (R,) fp32 in row order once it is known; returns the routing's gradient and
             what dX gains by the router.
     """
     w1, w2, bias1, bias2 = parameters
     grad_x = grad_w1 = grad_w2 = grad_bias1 = grad_bias2 = None
     # 6. dA' = dO W2, then dS, A' = S A and dH in its epilogue: neither Y nor dY is needed.
-    grad_h, scaled_a, grad_row_scores = hidden_gradient(grad_out, w2, held.h, held.row_scores, routing, activation)
+    grad_h, scaled_a, grad_row_scores = hidden_gradient(
+        grad_out, w2, saved_h.tensor, held.row_scores, routing, activation
+    )
+    saved_h.let_go()
     # 7. dW2.
     if needs.w2:
         grad_w2 = down_weight_gradient(grad_out, scaled_a, routing)
@@ -358,6 +382,7 @@ def _layer_backward(
     *,
     held: _Held,
     needs: _Needs,
+    saved_h: _SavedH,
 ) -> _Gradients:
     """Gradients of the first six tensors of `_layer_forward`. ``logits``: for ``softmax_topk`` only."""
     x, grad_out = x.contiguous(), grad_out.contiguous()
@@ -376,7 +401,9 @@ def _layer_backward(
 
     parameters = _Parameters(w1, w2, bias1, bias2)
     with torch.cuda.device_of(x):
-        return _experts_backward(grad_out, x, parameters, held, held.routing(k), activation, router_gradients, needs)
+        return _experts_backward(
+            grad_out, x, parameters, held, held.routing(k), activation, router_gradients, needs, saved_h
+        )
 
 
 class _LayerFunction(torch.autograd.Function):
@@ -400,13 +427,16 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_logits: Tensor | None = None, *_: Any) -> Any:
         needs = _Needs(*ctx.needs_input_grad[:6])
-        saved = ctx.saved_tensors
+        saved = list(ctx.saved_tensors)
         if grad_out is None:
             if grad_logits is None:
                 return (None,) * 10
             grad_out = torch.zeros_like(saved[0])
         if _is_eager_backward(grad_out, grad_logits, saved[0]):
-            found = _layer_backward(grad_out, grad_logits, *saved[:7], *ctx.rest, held=_Held(*saved[7:]), needs=needs)
+            saved_h, saved[7] = _SavedH(saved[7], ctx.maybe_clear_saved_tensors), None
+            found = _layer_backward(
+                grad_out, grad_logits, *saved[:7], *ctx.rest, held=_Held(*saved[7:]), needs=needs, saved_h=saved_h
+            )
         else:
             found = _wanted(_moe_layer_backward(grad_out, grad_logits, *saved, *ctx.rest, needs), needs)
         return *found, None, None, None, None
@@ -505,7 +535,7 @@ def _moe_layer_backward(
     *tensors, k, convention, activation, needs = rest
     found = _layer_backward(
         grad_out, grad_logits, x, w1, w2, router, bias1, bias2, logits, k, convention, activation,
-        held=_Held(*tensors), needs=_Needs(*needs),
+        held=_Held(*tensors), needs=_Needs(*needs), saved_h=_SavedH(tensors[0]),
     )  # fmt: skip
     return _all(found, x)
 
@@ -591,6 +621,7 @@ def _routed_backward(
     *,
     held: _Held,
     needs: _Needs,
+    saved_h: _SavedH,
 ) -> _Gradients:
     """Gradients of x, w1, w2, scores, bias1, bias2."""
     x, grad_out = x.contiguous(), grad_out.contiguous()
@@ -600,7 +631,7 @@ def _routed_backward(
 
     parameters, routing = _Parameters(w1, w2, bias1, bias2), held.routing(k, token_offsets)
     with torch.cuda.device_of(x):
-        return _experts_backward(grad_out, x, parameters, held, routing, activation, scores_gradient, needs)
+        return _experts_backward(grad_out, x, parameters, held, routing, activation, scores_gradient, needs, saved_h)
 
 
 def _needs_of_routed(ctx: Any) -> _Needs:
@@ -626,9 +657,12 @@ class _RoutedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        needs, saved = _needs_of_routed(ctx), ctx.saved_tensors
+        needs, saved = _needs_of_routed(ctx), list(ctx.saved_tensors)
         if _is_eager_backward(grad_out, saved[0]):
-            found = _routed_backward(grad_out, *saved[:6], *ctx.rest, held=_Held(*saved[6:]), needs=needs)
+            saved_h, saved[6] = _SavedH(saved[6], ctx.maybe_clear_saved_tensors), None
+            found = _routed_backward(
+                grad_out, *saved[:6], *ctx.rest, held=_Held(*saved[6:]), needs=needs, saved_h=saved_h
+            )
         else:
             found = _wanted(_routed_experts_backward(grad_out, *saved, *ctx.rest, needs), needs)
         return _in_routed_order(found)
@@ -688,8 +722,9 @@ def _routed_experts_backward(
     """Gradients of x, w1, w2, scores, bias1, bias2; ``needs`` as in `_moe_layer_backward`."""
     *tensors, k, activation, needs = rest
     found = _routed_backward(
-        grad_out, x, w1, w2, token_offsets, bias1, bias2, k, activation, held=_Held(*tensors), needs=_Needs(*needs)
-    )
+        grad_out, x, w1, w2, token_offsets, bias1, bias2, k, activation,
+        held=_Held(*tensors), needs=_Needs(*needs), saved_h=_SavedH(tensors[0]),
+    )  # fmt: skip
     return _all(found, x)
 
 

@@ -8,13 +8,16 @@ Forward, with x the logits (T, E) and C the K chosen experts of a token:
 (renormalising a softmax over the chosen ones is the softmax of the chosen ones). Backward, with g = d loss / d s and
 D = <s, g> over C: dx[c] = s[c] (g[c] - D); elsewhere 0, or -p D with p = softmax(x) where all E are in the sum.
 
-To choose, a logit and its lane are packed into one integer whose order is (logit, lower lane first), so that each of
-the K rounds is one integer maximum, and both come back out of the winner.
+To choose, a logit and its expert are packed into one integer, whose order is (logit, lower expert first) and out of
+which both come back. A thread sorts its integers in lists of K, rounded up, then keeps the larger half of every two
+lists, its own and at last those of its neighbours: minima and maxima in registers, by sorting networks. For longer
+lists than fit there, K rounds take one maximum each.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -27,79 +30,243 @@ from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power
 SOFTMAX_OVER_ALL = {"topk_softmax": False, "softmax_topk": True, "softmax_topk_renormalised": False}
 MAX_EXPERTS = 1024
 MAX_K = 64
+#: The longest list that a thread keeps sorted in its registers.
+MAX_LIST = 16
+#: See `_pack`. 16-bit logits leave an fp32's last 13 bits 0: the expert goes there.
+BIAS_16 = tl.constexpr(0x7FF000)
+BIAS_32 = tl.constexpr(0x7FFFFF)
+
+
+@triton.constexpr_function
+def _partner(i, n, step, sorting):  # type: ignore[no-untyped-def]
+    # Whom slot i of n meets in this step of a network; itself: nobody.
+    if not sorting:  # bitonic merge
+        return i ^ (n >> (step + 1))
+    # Batcher's odd-even merge sort: blocks of 2p slots, distances p, p / 2, ... 1, for p = 1, 2, 4, ...
+    p, distances = 1, 1
+    while step >= distances:
+        p, step, distances = 2 * p, step - distances, distances + 1
+    distance = p >> step
+    first = distance % p
+    if i < first:
+        return i
+    j = i + distance if (i - first) // distance % 2 == 0 else i - distance
+    return j if first <= j < n and i // (2 * p) == j // (2 * p) else i
 
 
 @triton.jit
-def _pack(x, lane, E_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    # (logit, lane) -> integer. A negative float's bits grow with its magnitude: flipped, they order as the value does.
-    x = tl.where(x == x, x, float("-inf"))  # NaN, which has no order, goes last
-    x = tl.where(x == 0, 0.0, x).to(x.dtype)  # -0 ties with 0
+def _met(mine, other, distance: tl.constexpr):  # type: ignore[no-untyped-def]
+    if distance > 0:
+        return tl.maximum(mine, other)
+    elif distance < 0:
+        return tl.minimum(mine, other)
+    else:
+        return mine
+
+
+@triton.jit
+def _network(v, N: tl.constexpr, STEPS: tl.constexpr, SORTING: tl.constexpr):  # type: ignore[no-untyped-def]
+    # N tensors -> each place's N values, descending; who meets whom is known to the compiler: two instructions a pair
+    for step in tl.static_range(STEPS):
+        after: tl.tuple = ()
+        for i in tl.static_range(N):
+            after += (_met(v[i], v[_partner(i, N, step, SORTING)], _partner(i, N, step, SORTING) - i),)
+        v = after
+    return v
+
+
+@triton.jit
+def _load_vectors(  # type: ignore[no-untyped-def]
+    logits_ptr, token, tokens, first, E: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    # (T, LANES, VECTOR) logits from expert `first` on, and their experts (1, LANES, VECTOR)
+    expert = first + tl.arange(0, LANES)[None, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    at = token[:, None, None].to(tl.int64) * E + expert
+    mask = (token < tokens)[:, None, None]
+    if first + LANES * VECTOR > E:
+        mask = mask & (expert < E)
+    return tl.load(logits_ptr + at, mask=mask, other=0.0), expert
+
+
+@triton.jit
+def _larger_of_lanes(even, odd, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    # (T, LANES) -> (T, LANES / 2), or (T,): of every two lanes, the larger of one's `even` and the other's `odd`
+    if LANES > 2:
+        even = tl.reshape(even, (even.shape[0], LANES // 2, 2))
+        odd = tl.reshape(odd, even.shape)
+        return tl.max(tl.where(tl.arange(0, 2)[None, None, :] == 1, odd, even), 2)
+    else:
+        return tl.max(tl.where(tl.arange(0, 2)[None, :] == 1, odd, even), 1)
+
+
+@triton.jit
+def _split_last(x, N: tl.constexpr, LOG: tl.constexpr):  # type: ignore[no-untyped-def]
+    # (T, LANES, N) -> N tensors (T, LANES), in some order
+    parts: tl.tuple = (x,)
+    for step in tl.static_range(LOG):
+        after: tl.tuple = ()
+        for i in tl.static_range(1 << step):
+            x = parts[i]
+            if N >> step > 2:
+                x = tl.reshape(x, (x.shape[0], x.shape[1], N >> (step + 1), 2))
+            left, right = tl.split(x)
+            after += (left, right)
+        parts = after
+    return parts
+
+
+@triton.jit
+def _join_last(v, N: tl.constexpr, LOG: tl.constexpr):  # type: ignore[no-untyped-def]
+    # N tensors (T,) -> (T, N)
+    for step in tl.static_range(LOG):
+        after: tl.tuple = ()
+        for i in tl.static_range(N >> (step + 1)):
+            joined = tl.join(v[i], v[i + (N >> (step + 1))])
+            after += (tl.reshape(joined, (joined.shape[0], 2 << step)),)
+        v = after
+    return v[0] if N > 1 else v[0][:, None]
+
+
+@triton.jit
+def _pack(x, expert, E_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    # (logit, expert) -> integer. A float's magnitude, negated where its sign says so, orders as its value does (and -0
+    # as 0). The bias lifts infinity to the end of the integers: NaNs, which are beyond, come round to the other end.
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    sign = bits >> 31
     if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-        ordered = tl.where(bits < 0, bits ^ 0x7FFF, bits) << 16
+        key = ((bits & 0x7FFFE000) ^ sign) - sign + (BIAS_16 + E_PAD - expert)
     else:
-        bits = x.to(tl.int32, bitcast=True)
-        ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
-    return ordered | (E_PAD - 1 - lane).to(ordered.dtype)
+        key = ((bits & 0x7FFFFFFF) ^ sign) - sign + BIAS_32
+        key = (key.to(tl.int64) << 32) | (E_PAD - expert).to(tl.int64)
+    return key
 
 
 @triton.jit
-def _unpack_logit(key, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    if dtype.primitive_bitwidth == 16:
-        ordered = key >> 16
-        bits = tl.where(ordered < 0, ordered ^ 0x7FFF, ordered).to(tl.int16)
+def _least(shape: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    # Below every packed logit, NaNs included.
+    return tl.full(shape, -(2**31) if dtype == tl.int32 else -(2**63), dtype)
+
+
+@triton.jit
+def _unpack_logit(key):  # type: ignore[no-untyped-def]
+    ordered = (key - BIAS_16) & -0x2000 if key.dtype == tl.int32 else (key >> 32).to(tl.int32) - BIAS_32
+    magnitude = tl.where(ordered < 0, -ordered, ordered).to(tl.float32, bitcast=True)
+    return tl.where(ordered < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _unpack_expert(key, E_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    return E_PAD - (key & (2 * E_PAD - 1)).to(tl.int32)
+
+
+@triton.jit
+def _store_top_k(  # type: ignore[no-untyped-def]
+    chosen, has_nan, logits_ptr, scores_ptr, experts_ptr, token, tokens,
+    E: tl.constexpr, K: tl.constexpr, OVER_ALL: tl.constexpr, E_PAD: tl.constexpr, K_PAD: tl.constexpr,
+):  # fmt: skip
+    # chosen (T, K_PAD) packed, has_nan (T,)
+    slot = tl.arange(0, K_PAD)[None, :]
+    value = tl.where(slot < K, _unpack_logit(chosen), float("-inf"))
+    top = tl.max(value, 1)[:, None]
+    score = tl.exp(value - top)
+    if OVER_ALL:
+        lane = tl.arange(0, E_PAD)[None, :]
+        inside = (token < tokens)[:, None] & (lane < E)
+        x = tl.load(logits_ptr + token[:, None].to(tl.int64) * E + lane, mask=inside, other=float("-inf"))
+        total = tl.sum(tl.exp(x.to(tl.float32) - top), 1)
     else:
-        ordered = (key >> 32).to(tl.int32)
-        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-    return bits.to(dtype, bitcast=True).to(tl.float32)
+        total = tl.sum(score, 1)
+    # A NaN was never chosen before a number; without this it could vanish from a token's output.
+    score = tl.where(has_nan[:, None], float("nan"), score / total[:, None])
+
+    at = token[:, None].to(tl.int64) * K + slot
+    mask = (token < tokens)[:, None] & (slot < K)
+    tl.store(scores_ptr + at, score, mask=mask)
+    tl.store(experts_ptr + at, _unpack_expert(chosen, E_PAD), mask=mask)
 
 
 @triton.jit
 def _router_top_k_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, scores_ptr, experts_ptr, tokens,
+    E: tl.constexpr, K: tl.constexpr, OVER_ALL: tl.constexpr, E_PAD: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, LANES: tl.constexpr, LOG_LANES: tl.constexpr,
+    VECTOR: tl.constexpr, LOG_VECTOR: tl.constexpr, LIST: tl.constexpr, LOG_LIST: tl.constexpr, LOG_K_PAD: tl.constexpr,
+):  # fmt: skip
+    # logits (T, E) -> scores (T, K) fp32, experts (T, K) int32: LANES threads a token, each with lists of LIST logits
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    vectors: tl.tuple = ()
+    for first in tl.static_range(0, E_PAD, LANES * VECTOR):
+        vectors += (_load_vectors(logits_ptr, token, tokens, first, E, LANES, VECTOR),)
+    lowest = tl.zeros((BLOCK_T, LANES), tl.int32 if logits_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int64)
+    best: tl.tuple = ()
+    for start in tl.static_range(0, E_PAD // (LANES * VECTOR), LIST // VECTOR):
+        new: tl.tuple = ()
+        for i in tl.static_range(start, start + LIST // VECTOR):
+            x, expert = vectors[i]
+            key = _pack(x, expert, E_PAD)
+            if E < E_PAD:
+                lowest = tl.minimum(lowest, tl.min(tl.where(expert < E, key, 0), 2))
+                key = tl.where(expert < E, key, _least(key.shape, key.dtype))
+            new += _split_last(key, VECTOR, LOG_VECTOR)
+        new = _network(new, LIST, LOG_LIST * (LOG_LIST + 1) // 2, True)
+        if E == E_PAD:
+            lowest = tl.minimum(lowest, new[LIST - 1])
+        if start == 0:
+            best = new
+        else:
+            # The LIST largest of two descending lists, a bitonic sequence: the larger of a[i] and b[LIST - 1 - i].
+            both: tl.tuple = ()
+            for i in tl.static_range(LIST):
+                both += (tl.maximum(best[i], new[LIST - 1 - i]),)
+            best = _network(both, LIST, LOG_LIST, False)
+    for step in tl.static_range(LOG_LANES):
+        larger: tl.tuple = ()
+        for i in tl.static_range(LIST):
+            # The same between two lanes; the odd one hands its list over in reverse.
+            larger += (_larger_of_lanes(best[i], best[LIST - 1 - i], LANES >> step),)
+        best = _network(larger, LIST, LOG_LIST, False)
+    if LANES == 1:
+        flat: tl.tuple = ()
+        for i in tl.static_range(K_PAD):
+            flat += (tl.reshape(best[i], (BLOCK_T,)),)
+        best = flat
+    nothing = tl.full((BLOCK_T,), float("-inf"), logits_ptr.dtype.element_ty)
+    has_nan = tl.min(lowest, 1) < _pack(nothing, tl.full((BLOCK_T,), E_PAD, tl.int32), E_PAD)
+    chosen = _join_last(best, K_PAD, LOG_K_PAD)
+    _store_top_k(chosen, has_nan, logits_ptr, scores_ptr, experts_ptr, token, tokens, E, K, OVER_ALL, E_PAD, K_PAD)
+
+
+@triton.jit
+def _router_top_many_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, scores_ptr, experts_ptr, tokens,
     E: tl.constexpr, K: tl.constexpr, OVER_ALL: tl.constexpr,
     E_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    # logits (T, E) -> scores (T, K) fp32, experts (T, K) int32
+    # As above, for more than fit a thread's registers: K rounds of one maximum each
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    lane = tl.arange(0, E_PAD)
-    slot = tl.arange(0, K_PAD)
-    inside = (token < tokens)[:, None] & (lane < E)[None, :]
-    x = tl.load(logits_ptr + token[:, None].to(tl.int64) * E + lane[None, :], mask=inside, other=float("-inf"))
-
-    key = _pack(x, lane[None, :], E_PAD)
-    # Below every packed logit, -inf included, so that nothing is chosen twice and no padding lane before a real one.
-    LEAST: tl.constexpr = -(2**31) if x.dtype.primitive_bitwidth == 16 else -(2**63)
-    least = tl.full((BLOCK_T, E_PAD), LEAST, key.dtype)
-    key = tl.where((lane < E)[None, :], key, least)
-    chosen = tl.full((BLOCK_T, K_PAD), LEAST, key.dtype)
+    lane = tl.arange(0, E_PAD)[None, :]
+    slot = tl.arange(0, K_PAD)[None, :]
+    inside = (token < tokens)[:, None] & (lane < E)
+    x = tl.load(logits_ptr + token[:, None].to(tl.int64) * E + lane, mask=inside, other=0.0)
+    key = _pack(x, lane, E_PAD)
+    least = _least(key.shape, key.dtype)
+    key = tl.where(lane < E, key, least)
+    chosen = _least((BLOCK_T, K_PAD), key.dtype)
     for k in range(K):
         best = tl.max(key, 1)[:, None]
         key = tl.where(key == best, least, key)
-        chosen = tl.where(slot[None, :] == k, best, chosen)
-
-    value = tl.where((slot < K)[None, :], _unpack_logit(chosen, x.dtype), float("-inf"))
-    top = tl.max(value, 1)[:, None]
-    score = tl.exp(value - top)
-    total = tl.sum(tl.exp(x.to(tl.float32) - top), 1) if OVER_ALL else tl.sum(score, 1)
-    score = score / total[:, None]
-    # A NaN was never chosen before a number; without this it could vanish from a token's output.
+        chosen = tl.where(slot == k, best, chosen)
     has_nan = tl.max((x != x).to(tl.int32), 1) > 0
-    score = tl.where(has_nan[:, None], float("nan"), score)
-
-    at = token[:, None].to(tl.int64) * K + slot[None, :]
-    mask = (token < tokens)[:, None] & (slot < K)[None, :]
-    tl.store(scores_ptr + at, score, mask=mask)
-    tl.store(experts_ptr + at, E_PAD - 1 - (chosen & (E_PAD - 1)).to(tl.int32), mask=mask)
+    _store_top_k(chosen, has_nan, logits_ptr, scores_ptr, experts_ptr, token, tokens, E, K, OVER_ALL, E_PAD, K_PAD)
 
 
 @triton.jit
 def _router_backward_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, experts_ptr, grad_scores_ptr, reverse_ptr, logits_ptr, grad_logits_ptr, tokens,
     E: tl.constexpr, K: tl.constexpr, OVER_ALL: tl.constexpr, ROW_ORDER: tl.constexpr,
-    E_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    PARTS: tl.constexpr, E_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    # scores, grad_scores (T, K) or (R,) fp32, experts (T, K) -> grad_logits (T, E)
+    # scores (T, K) or (R,), grad_scores PARTS times as much, fp32, experts (T, K) -> grad_logits (T, E)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     lane = tl.arange(0, E_PAD)
     slot = tl.arange(0, K_PAD)
@@ -109,6 +276,9 @@ def _router_backward_kernel(  # type: ignore[no-untyped-def]
     at = tl.load(reverse_ptr + pair, mask=live, other=0) if ROW_ORDER else pair
     s = tl.load(scores_ptr + at, mask=live, other=0.0)
     g = tl.load(grad_scores_ptr + at, mask=live, other=0.0)
+    for _ in tl.static_range(1, PARTS):
+        grad_scores_ptr += tokens * K
+        g += tl.load(grad_scores_ptr + at, mask=live, other=0.0)
     dot = tl.sum(s * g, 1)[:, None]
 
     first = token[:, None].to(tl.int64) * E
@@ -134,22 +304,41 @@ def _launch_shape(num_experts: int, element_size: int) -> tuple[int, int, int]:
     return padded, min(64, max(1, 32 * warps * 64 // element_size // padded)), warps
 
 
+def top_k_configuration(
+    num_experts: int, k: int, element_size: int, logits_a_lane: int = 64, warps: int = 1
+) -> tuple[Any, dict[str, int], int]:
+    """The kernel that chooses, its sizes and its warps. ``logits_a_lane``: at most, but for one list."""
+    vector, k_pad = 16 // element_size, next_power_of_2(k)
+    if k_pad > MAX_LIST:
+        padded, block_t, warps = _launch_shape(num_experts, element_size)
+        return _router_top_many_kernel, {"E_PAD": padded, "K_PAD": k_pad, "BLOCK_T": block_t}, warps
+    a_list = max(vector, k_pad)
+    padded = max(next_power_of_2(num_experts), a_list)
+    lanes = max(1, padded // max(logits_a_lane, a_list))
+    sizes = {"E_PAD": padded, "K_PAD": k_pad, "BLOCK_T": 32 * warps // lanes, "LANES": lanes, "LOG_LANES": _log2(lanes)}
+    sizes |= {"VECTOR": vector, "LOG_VECTOR": _log2(vector), "LIST": a_list, "LOG_LIST": _log2(a_list)}
+    return _router_top_k_kernel, sizes | {"LOG_K_PAD": _log2(k_pad)}, warps
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
 @functools.cache
 def _top_k_launcher(num_experts: int, k: int, over_all: bool, element_size: int) -> tuple[Launcher, int]:
     """And the tokens of a program."""
-    padded, block_t, warps = _launch_shape(num_experts, element_size)
+    kernel, sizes, warps = top_k_configuration(num_experts, k, element_size)
     constants = {"E": num_experts, "K": k, "OVER_ALL": over_all}
-    padding = {"E_PAD": padded, "K_PAD": next_power_of_2(k), "BLOCK_T": block_t}
-    return Launcher(_router_top_k_kernel, {**constants, **padding}, num_warps=warps), block_t
+    return Launcher(kernel, {**constants, **sizes}, num_warps=warps), sizes["BLOCK_T"]
 
 
 @functools.cache
 def _backward_launcher(
-    num_experts: int, k: int, over_all: bool, row_order: bool, element_size: int
+    num_experts: int, k: int, over_all: bool, row_order: bool, parts: int, element_size: int
 ) -> tuple[Launcher, int]:
     """And the tokens of a program."""
     padded, block_t, warps = _launch_shape(num_experts, element_size)
-    constants = {"E": num_experts, "K": k, "OVER_ALL": over_all, "ROW_ORDER": row_order}
+    constants = {"E": num_experts, "K": k, "OVER_ALL": over_all, "ROW_ORDER": row_order, "PARTS": parts}
     padding = {"E_PAD": padded, "K_PAD": next_power_of_2(k), "BLOCK_T": block_t}
     return Launcher(_router_backward_kernel, {**constants, **padding}, num_warps=warps), block_t
 
@@ -203,7 +392,8 @@ def router_backward(
     """(T, E) gradient of the logits in ``dtype``, zeros included.
 
     Args:
-        scores, grad_scores: fp32, (T, K), or (R,) in row order with ``reverse``.
+        scores: fp32, (T, K), or (R,) in row order with ``reverse``.
+        grad_scores: the same; with ``reverse`` also (C, R), partial sums that are added up in order.
         experts: (T, K) int32.
         convention: as in the forward.
         logits: (T, E) as in the forward, for ``softmax_topk`` only.
@@ -211,16 +401,19 @@ def router_backward(
         reverse: (T * K,) int32, the row of each pair (`metadata.Routing.reverse`).
 
     Raises:
-        ValueError: an unknown convention, or ``softmax_topk`` without logits.
+        ValueError: an unknown convention, ``softmax_topk`` without logits, or gradients that do not fit the scores.
     """
     over_all = _softmax_over_all(convention)
     if over_all and logits is None:
         raise ValueError("the backward of softmax_topk needs the logits")
+    if grad_scores.shape != scores.shape and (reverse is None or grad_scores.shape[1:] != scores.shape):
+        raise ValueError(f"gradients {tuple(grad_scores.shape)} for scores {tuple(scores.shape)}")
     tokens, k = experts.shape
     grad_logits = torch.empty((tokens, num_experts), dtype=dtype, device=experts.device)
     if tokens:
+        parts = grad_scores.numel() // experts.numel()
         launcher, block_t = _backward_launcher(
-            num_experts, k, over_all, reverse is not None, grad_logits.element_size()
+            num_experts, k, over_all, reverse is not None, parts, grad_logits.element_size()
         )
         scores, grad_scores = scores.float().contiguous(), grad_scores.float().contiguous()
         experts = experts.contiguous()

@@ -41,7 +41,9 @@ def check(routing: Routing, d: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("tokens", "k", "d"), [(1, 1, 8), (5, 2, 264), (4, 10, 32), (3, 16, 768), (2, 20, 1088)])
+@pytest.mark.parametrize(
+    ("tokens", "k", "d"), [(1, 1, 8), (37, 1, 8), (5, 2, 264), (17, 4, 48), (4, 10, 32), (3, 16, 768), (2, 20, 1088)]
+)
 def test_top_k(tokens: int, k: int, d: int, dtype: torch.dtype) -> None:
     check(top_k_routing(tokens, k), d, dtype)
 

@@ -242,6 +242,40 @@ def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(got[0], everything[1]) and torch.equal(got[1], everything[2])
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_h_is_freed_once_dh_is_there(routed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w1, w2, router = leaves_of(random(20, 32), random(4, 32, 32), random(4, 32, 16), random(4, 32))
+    kept: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+    hidden_gradient, input_gradient = function.hidden_gradient, function.input_gradient
+
+    def watch_h(grad_out: Tensor, w2: Tensor, h: Tensor, *rest: Any) -> Any:
+        kept.append(weakref.ref(h.untyped_storage()))
+        return hidden_gradient(grad_out, w2, h, *rest)
+
+    def look(*arguments: Any) -> Tensor:
+        alive.append(kept[-1]() is not None)
+        return input_gradient(*arguments)
+
+    monkeypatch.setattr(function, "hidden_gradient", watch_h)
+    monkeypatch.setattr(function, "input_gradient", look)
+    scores, experts = function.choose_experts(x, router, 2)
+
+    def out() -> Tensor:
+        if routed:
+            return function.routed_experts(x, w1, w2, scores, experts)
+        return function.moe_layer(x, w1, w2, router, 2)
+
+    leaves = [x, w1, w2]
+    result, grad = out(), random(20, 32)
+    first = torch.autograd.grad(result, leaves, grad, retain_graph=True)
+    second = torch.autograd.grad(result, leaves, grad)
+    assert alive == [True, False]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(result, leaves, grad)
+
+
 def test_a_second_derivative_is_refused() -> None:
     x, w1, w2, router = small_leaves()
     (grad_x,) = torch.autograd.grad(function.moe_layer(x, w1, w2, router, 2).sum(), x, create_graph=True)

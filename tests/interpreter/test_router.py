@@ -57,8 +57,34 @@ def test_no_logits_at_all_hang_or_leave_the_range(dtype: torch.dtype) -> None:
         scores, chosen = top_k(logits, 3, convention)
         assert [sorted(set(row)) for row in chosen.tolist()] == [sorted(row) for row in chosen.tolist()]
         assert chosen.min() >= 0 and chosen.max() < 5
-        assert chosen[3].tolist() == [4, 3, 2] and chosen[4].tolist()[0] == 1
+        assert chosen[3].tolist() == [4, 3, 2] and chosen[4].tolist() == [1, 3, 4]
         assert scores[:2].isnan().all() and scores[3:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("experts", "k"), [(8, 8), (9, 9), (40, 40)])
+def test_a_nan_of_any_sign_and_payload_is_chosen_last(experts: int, k: int, dtype: torch.dtype) -> None:
+    wide = dtype == torch.float32
+    infinity, sign, integer = (0x7F800000, -(2**31), torch.int32) if wide else (0x7C00, -(2**15), torch.int16)
+    logits = logits_of(4, experts, dtype)
+    logits[:, 5] = float("-inf")
+    bits = logits.view(integer)
+    bits[0, 2], bits[1, 2], bits[2, 2] = infinity + 1, sign + infinity + 1, -1 - sign
+    scores, chosen = top_k(logits, k)
+    for t in range(4):
+        assert chosen[t].sort().values.tolist() == list(range(k))
+        assert scores[t].isnan().all() == (t < 3) and (t == 3 or chosen[t, -1] == 2)
+        assert chosen[t, -2 if t < 3 else -1] == 5
+    scores, _ = top_k(logits, 1)
+    assert scores[:3].isnan().all() and not scores[3].isnan().any()
+
+
+@pytest.mark.parametrize(("experts", "k"), [(16, 2), (64, 8), (128, 4), (256, 16), (512, 3)])
+def test_random_ties(experts: int, k: int) -> None:
+    logits = torch.randint(-3, 3, (9, experts), generator=torch.Generator().manual_seed(k)).half()
+    scores, chosen = top_k(logits, k)
+    assert torch.equal(chosen.long(), best(logits, k))
+    torch.testing.assert_close(scores, router_scores(logits.float(), chosen.long(), "topk_softmax"))
 
 
 def test_minus_infinity_gets_nothing() -> None:
@@ -113,3 +139,21 @@ def test_backward(tokens: int, experts: int, k: int, convention: str) -> None:
         reverse=reverse,
     )
     assert torch.equal(by_row, grad.half())
+
+
+def test_backward_adds_partial_gradients_in_order() -> None:
+    logits = logits_of(7, 12)
+    scores, chosen = top_k(logits, 3)
+    parts = torch.randn(4, 21, generator=torch.Generator().manual_seed(1))
+    reverse = torch.randperm(21).int()
+    rows = (scores.reshape(-1), chosen)
+    whole = parts[0] + parts[1] + parts[2] + parts[3]
+    convention = "topk_softmax"
+    expected = router_backward(*rows, whole, convention, None, 12, torch.float32, reverse)
+    assert torch.equal(router_backward(*rows, parts, convention, None, 12, torch.float32, reverse), expected)
+    one = router_backward(*rows, whole[None], convention, None, 12, torch.float32, reverse)
+    assert torch.equal(one, expected)
+    with pytest.raises(ValueError, match="gradients"):
+        router_backward(*rows, parts, convention, None, 12, torch.float32)
+    with pytest.raises(ValueError, match="gradients"):
+        router_backward(*rows, parts[:, :20], convention, None, 12, torch.float32, reverse)
