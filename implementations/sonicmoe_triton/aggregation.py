@@ -128,7 +128,13 @@ def _launcher(k: int | None, weighted: bool, based: bool, d: int, element_size: 
     return Launcher(_aggregation_kernel, constants, **options), sizes["TOKENS"], cdiv(d, sizes["BLOCK_D"])
 
 
-def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, base: Tensor | None = None) -> Tensor:
+def aggregate(
+    rows: Tensor,
+    routing: Routing,
+    weights: Tensor | None = None,
+    base: Tensor | None = None,
+    over_base: bool = False,
+) -> Tensor:
     """(T, d) in ``rows``' dtype, summed in fp32; a token without pairs gives its base, or zeros.
 
     Args:
@@ -136,9 +142,11 @@ def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, bas
         routing: which rows belong to which token.
         weights: (R,) in row order (usually fp32 scores); None: ones.
         base: (T, d), added once; None: zeros.
+        over_base: write the result over the base, which must be contiguous and of ``rows``' dtype, and return that.
 
     Raises:
-        ValueError: a shape that does not fit, or rows of d elements that are no multiple of 16 bytes.
+        ValueError: a shape that does not fit, a base that cannot take the result, or rows of d elements that are no
+            multiple of 16 bytes.
     """
     tokens, d = routing.tokens, rows.shape[1]
     if d * rows.element_size() % 16:
@@ -149,10 +157,16 @@ def aggregate(rows: Tensor, routing: Routing, weights: Tensor | None = None, bas
         raise ValueError(f"weights {tuple(weights.shape)} for a routing of {routing.rows} rows")
     if base is not None and base.shape != (tokens, d):
         raise ValueError(f"base {tuple(base.shape)} for an output of {(tokens, d)}")
+    if base is not None and over_base and not (base.is_contiguous() and base.dtype == rows.dtype):
+        raise ValueError(f"a {base.dtype} base with strides {base.stride()} cannot take a result in {rows.dtype}")
+    if base is None:
+        out = torch.empty((tokens, d), dtype=rows.dtype, device=rows.device)
+    else:
+        # A program reads its part of the base before it writes there, and nobody else's.
+        out = base if over_base else torch.empty_like(base, dtype=rows.dtype, memory_format=torch.contiguous_format)
     if routing.rows == 0:
-        return rows.new_zeros((tokens, d)) if base is None else base.to(rows.dtype, copy=True).contiguous()
+        return out.zero_() if base is None else out.copy_(base)
     rows = rows.contiguous()
-    out = torch.empty((tokens, d), dtype=rows.dtype, device=rows.device)
     k = routing.k if routing.token_offsets is None else None
     launcher, block_t, column_blocks = _launcher(k, weights is not None, base is not None, d, rows.element_size())
     # Pointers that are never read still have to point somewhere.

@@ -304,13 +304,13 @@ def _experts_backward(
 
     Args:
         held: its h is not looked at: see ``saved_h``.
-        routing_backward: called with dS (R,) fp32 in row order once it is known; returns the routing's gradient and
+        routing_backward: called with parts (C, R) fp32 in row order whose sum is dS; returns the routing's gradient and
             what dX gains by the router.
     """
     w1, w2, bias1, bias2 = parameters
     grad_x = grad_w1 = grad_w2 = grad_bias1 = grad_bias2 = None
     # 6. dA' = dO W2, then dS, A' = S A and dH in its epilogue: neither Y nor dY is needed.
-    grad_h, scaled_a, grad_row_scores = hidden_gradient(
+    grad_h, scaled_a, partial_scores = hidden_gradient(
         grad_out, w2, saved_h.tensor, held.row_scores, routing, activation
     )
     saved_h.let_go()
@@ -321,14 +321,14 @@ def _experts_backward(
     if bias1 is not None and needs.bias1:
         grad_bias1 = expert_sum(grad_h, routing)
     if bias2 is not None:
-        grad_row_scores += row_products(grad_out, bias2, routing)
+        partial_scores[0] += row_products(grad_out, bias2, routing)
         if needs.bias2:
             grad_bias2 = expert_sum(grad_out, routing, weights=held.row_scores, gathered=True)
-    grad_routing, base = routing_backward(grad_row_scores)
+    grad_routing, base = routing_backward(partial_scores)
     # 8. and 9. dX.
     if needs.x:
         grad_rows = input_gradient(grad_h, w1, routing)
-        grad_x = aggregate(grad_rows, routing, base=base)
+        grad_x = aggregate(grad_rows, routing, base=base, over_base=True)
         del grad_rows
     # 10. dW1.
     if needs.w1:
@@ -387,13 +387,13 @@ def _layer_backward(
     """Gradients of the first six tensors of `_layer_forward`. ``logits``: for ``softmax_topk`` only."""
     x, grad_out = x.contiguous(), grad_out.contiguous()
 
-    def router_gradients(grad_row_scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def router_gradients(partial_scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """11. dS -> dlogits -> dWr, and the router's term of dX."""
         if not needs.x and not needs.routing:
             return None, None
         experts = held.experts.view(-1, k)
         total = router_backward(
-            held.row_scores, experts, grad_row_scores, convention, logits, router.shape[0], x.dtype, held.reverse
+            held.row_scores, experts, partial_scores, convention, logits, router.shape[0], x.dtype, held.reverse
         )
         if grad_logits is not None:
             total += grad_logits
@@ -626,8 +626,8 @@ def _routed_backward(
     """Gradients of x, w1, w2, scores, bias1, bias2."""
     x, grad_out = x.contiguous(), grad_out.contiguous()
 
-    def scores_gradient(grad_row_scores: Tensor) -> tuple[Tensor | None, None]:
-        return grad_row_scores[held.reverse] if needs.routing else None, None
+    def scores_gradient(partial_scores: Tensor) -> tuple[Tensor | None, None]:
+        return partial_scores.sum(0)[held.reverse] if needs.routing else None, None
 
     parameters, routing = _Parameters(w1, w2, bias1, bias2), held.routing(k, token_offsets)
     with torch.cuda.device_of(x):

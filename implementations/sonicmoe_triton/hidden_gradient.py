@@ -181,7 +181,7 @@ def hidden_gradient(
     activation: str,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad_h like h, scaled_a (R, n), grad_row_scores (R,) float32).
+    """(grad_h like h, scaled_a (R, n), partial_scores (C, R) float32, whose sum over the C column tiles is dS).
 
     Args:
         grad_out: (T, d), the gradient of the layer's output.
@@ -205,7 +205,7 @@ def hidden_gradient(
     grad_h = torch.empty(rows, halves * n, dtype=dtype, device=device)
     scaled_a = torch.empty(rows, n, dtype=dtype, device=device)
     if rows == 0:
-        return grad_h, scaled_a, torch.empty(0, dtype=torch.float32, device=device)
+        return grad_h, scaled_a, torch.empty(1, 0, dtype=torch.float32, device=device)
     tile = tile or tiles.choose(tiles.HIDDEN_GRADIENT, d, n, grad_out.element_size(), routing.block_m)
     tiles.check_block_m(tile, routing.block_m)
     column_tiles = triton.cdiv(n, tile.block_n)
@@ -231,4 +231,4 @@ def hidden_gradient(
             FLATTEN=tile.flatten,
             **options,
         )
-    return grad_h, scaled_a, partial_scores[0] if column_tiles == 1 else partial_scores.sum(0)
+    return grad_h, scaled_a, partial_scores

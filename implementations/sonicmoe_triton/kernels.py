@@ -86,7 +86,7 @@ def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing) -> Tensor:
 def hidden_gradient(
     grad_out: Tensor, w2: Tensor, h: Tensor, row_scores: Tensor, routing: Routing, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad_h like h, scaled_a (R, n), grad_row_scores (R,)); see the twin in `hidden_gradient`."""
+    """(grad_h like h, scaled_a (R, n), partial_scores (C, R)); see the twin in `hidden_gradient`."""
     found = _choice(tiles.HIDDEN_GRADIENT, w2.shape[1], w2.shape[2], grad_out, 2 if is_gated(activation) else 1)
     if found is PLAIN:
         return plain_hidden_gradient.hidden_gradient(grad_out, w2, h, row_scores, routing, activation)

@@ -167,7 +167,10 @@ def launch(kernel: str, o: Operands, plain: bool = False) -> list[Tensor]:
         UP_WEIGHT_GRADIENT: lambda: weights.up_weight_gradient(o.grad_h, o.x, r),
         DOWN_WEIGHT_GRADIENT: lambda: weights.down_weight_gradient(o.grad_out, o.scaled_a, r),
     }[kernel]()
-    return [found] if isinstance(found, Tensor) else list(found)
+    results = [found] if isinstance(found, Tensor) else list(found)
+    if kernel == HIDDEN_GRADIENT:
+        results[2] = results[2].sum(0)
+    return results
 
 
 def activate(h: Tensor, activation: str) -> Tensor:

@@ -80,6 +80,18 @@ def test_no_rows() -> None:
     assert torch.equal(out, base) and out.data_ptr() != base.data_ptr()
 
 
+def test_the_result_may_replace_the_base() -> None:
+    routing = top_k_routing(7, 3)
+    rows, base = torch.randn(21, 24), torch.randn(7, 24)
+    expected = aggregate(rows, routing, base=base)
+    assert aggregate(rows, routing, base=base, over_base=True) is base
+    assert torch.equal(base, expected)
+    base = torch.randn(3, 16)
+    assert aggregate(torch.empty(0, 16), general_routing((0, 0, 0)), base=base, over_base=True) is base
+    with pytest.raises(ValueError, match="cannot take"):
+        aggregate(rows.half(), routing, base=expected, over_base=True)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     routing = top_k_routing(4, 3)
     with pytest.raises(ValueError, match="d = 12"):
