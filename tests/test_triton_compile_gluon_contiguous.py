@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.gluon_contiguous import Options, _Plan, choose, contiguous_kernel
+from implementations.sonicmoe_triton.gluon_contiguous import Options, choose, contiguous_kernel, make_plan
 
 #: d, n.
 WIDTHS = {"7B": (1536, 256), "120B": (4096, 1024), "uneven": (776, 72)}
@@ -43,7 +43,7 @@ class Facts:
 
 def build(options: Options, d: int, k: int, b_transposed: bool, element: str = "bf16", bias: bool = False) -> Facts:
     """Compile the kernel for an output of d columns and a contraction of length k."""
-    plan = _Plan(d, k, b_transposed, bias, block_m=128, stride=132, options=options)
+    plan = make_plan(d, k, b_transposed, bias, block_m=128, stride=132, options=options)
 
     def boxes(*sides: int) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(list(sides), ELEMENTS[element])
@@ -137,9 +137,9 @@ def test_options_that_make_no_kernel(options: dict[str, int]) -> None:
 @pytest.mark.parametrize("options", [Options(stages=7), Options(block_n=256, stages=3), Options(block_k=128)])
 def test_plans_that_do_not_fit(options: Options) -> None:
     with pytest.raises(ValueError):
-        _Plan(1536, 256, True, False, block_m=128, stride=132, options=options)
+        make_plan(1536, 256, True, False, block_m=128, stride=132, options=options)
 
 
 @pytest.mark.parametrize(("columns", "k"), [(8, 8), (64, 32), (776, 72), (2880, 2880), (4096, 1024)])
 def test_choose_fits(columns: int, k: int) -> None:
-    _Plan(columns, k, True, False, block_m=128, stride=132, options=choose(columns, k))
+    make_plan(columns, k, True, False, block_m=128, stride=132, options=choose(columns, k))

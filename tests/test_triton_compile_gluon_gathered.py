@@ -29,6 +29,7 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     Options,
     Plan,
     make_options,
+    make_plan,
 )
 from implementations.sonicmoe_triton.gluon_hidden_gradient import hidden_gradient_kernel
 from implementations.sonicmoe_triton.gluon_up_projection import up_projection_kernel
@@ -83,7 +84,9 @@ def build_hidden_gradient(
         "partial_scores": "*fp32",
         "R": "i32",
     }
-    return compile_kernel(hidden_gradient_kernel, signature, Plan(d, n, activation, halves, tile.block_n, 132, options))
+    return compile_kernel(
+        hidden_gradient_kernel, signature, make_plan(d, n, activation, halves, tile.block_n, 132, options)
+    )
 
 
 def build_up_projection(
@@ -107,7 +110,9 @@ def build_up_projection(
         "h": pointer,
         "a": pointer,
     }
-    return compile_kernel(up_projection_kernel, signature, Plan(d, n, activation, halves, columns, 132, options, bias))
+    return compile_kernel(
+        up_projection_kernel, signature, make_plan(d, n, activation, halves, columns, 132, options, bias)
+    )
 
 
 def check(compiled: triton.compiler.CompiledKernel, options: Options, folder: Path) -> None:

@@ -22,8 +22,8 @@ whatever lies there and are not stored: see `_rows_by_expert`.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,9 +85,9 @@ _LOADER_REGISTERS = gl.constexpr(24)
 _REGISTERS = gl.constexpr(240)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Everything that a kernel is compiled for, besides its operands' types.
+class Plan(NamedTuple):
+    """Everything that a kernel is compiled for, besides its operands' types. (A tuple, not a dataclass: Triton writes
+    constants out as JSON for whoever listens to its compilations.)
 
     Attributes:
         columns, k: columns of the output; length of the contraction.
@@ -95,7 +95,7 @@ class _Plan:
         has_bias: whether a bias (E, columns) is added.
         block_m: rows of a tile.
         stride: programs of a launch: program i works through the tiles i, i + stride, …
-        options: see there.
+        block_n, block_k, stages, slices, buffers, by_expert: see `Options`.
     """
 
     columns: int
@@ -104,27 +104,36 @@ class _Plan:
     has_bias: bool
     block_m: int
     stride: int
-    options: Options
-
-    def __post_init__(self) -> None:
-        """Raises ValueError where the options do not fit block_m, a thread's registers or shared memory."""
-        o = self.options
-        if self.block_m % 64 or self.block_m * o.block_n > 128 * 128 or o.block_n > 256:
-            raise ValueError(f"{_WARPS} warps cannot hold {self.block_m} rows of {o.block_n} columns")
-        ring = o.stages * (self.block_m + o.block_n) * o.block_k
-        staging = _GROUPS.value * o.buffers * self.block_m * o.block_n // o.slices
-        barriers = 16 * (o.stages + 1)
-        if 2 * (ring + staging) + barriers > tiles.SHARED_MEMORY:
-            raise ValueError(f"{o}: {2 * (ring + staging) + barriers} bytes do not fit into shared memory")
+    block_n: int
+    block_k: int
+    stages: int
+    slices: int
+    buffers: int
+    by_expert: bool
 
     @property
     def column_tiles(self) -> int:
-        return -(-self.columns // self.options.block_n)
+        return -(-self.columns // self.block_n)
 
     @property
     def steps(self) -> int:
         """Steps of the contraction for one tile."""
-        return -(-self.k // self.options.block_k)
+        return -(-self.k // self.block_k)
+
+
+def make_plan(
+    columns: int, k: int, b_transposed: bool, has_bias: bool, block_m: int, stride: int, options: Options
+) -> Plan:
+    """Raises ValueError where the options do not fit block_m, a thread's registers or shared memory."""
+    o = options
+    if block_m % 64 or block_m * o.block_n > 128 * 128 or o.block_n > 256:
+        raise ValueError(f"{_WARPS} warps cannot hold {block_m} rows of {o.block_n} columns")
+    ring = o.stages * (block_m + o.block_n) * o.block_k
+    staging = _GROUPS.value * o.buffers * block_m * o.block_n // o.slices
+    used = 2 * (ring + staging) + 16 * (o.stages + 1)
+    if used > tiles.SHARED_MEMORY:
+        raise ValueError(f"{o}: {used} bytes do not fit into shared memory")
+    return Plan(columns, k, b_transposed, has_bias, block_m, stride, *astuple(o))
 
 
 @gluon.jit
@@ -138,14 +147,14 @@ def _place(tile, row_tiles, P: gl.constexpr):  # type: ignore[no-untyped-def]
     expert = gl.load(tile_expert + row_tile)
     first = gl.load(tile_row + row_tile)
     end = gl.load(expert_offsets + expert + 1)
-    if P.options.by_expert:
+    if P.by_expert:
         # The expert's output tiles are the same in either order: their own indices only mean something else.
         begin = gl.load(expert_offsets + expert)
         own_row_tiles = (end - begin + BM - 1) // BM
         own = (first - begin) // BM * COLUMN_TILES + column_tile
         column_tile = own // own_row_tiles
         first = begin + own % own_row_tiles * BM
-    return expert, first, end, column_tile * P.options.block_n
+    return expert, first, end, column_tile * P.block_n
 
 
 @gluon.jit
@@ -153,8 +162,8 @@ def _load_tiles(a, b, rings, bars, row_tiles, used, P: gl.constexpr):  # type: i
     # The loader, `used` being the tiles of rows. A box that overhangs still counts with all its bytes.
     a_ring, b_ring = rings
     full, empty = bars
-    STAGES: gl.constexpr = P.options.stages
-    BK: gl.constexpr = P.options.block_k
+    STAGES: gl.constexpr = P.stages
+    BK: gl.constexpr = P.block_k
     stop = used * P.column_tiles
     place = _place(gl.minimum(gl.program_id(0), stop - 1), row_tiles, P)
     step = 0
@@ -178,7 +187,7 @@ def _multiply(rings, bars, step, acc, use_acc, P: gl.constexpr):  # type: ignore
     # acc + A B of a step, counted from the program's start; not yet done on return.
     a_ring, b_ring = rings
     full, _ = bars
-    STAGES: gl.constexpr = P.options.stages
+    STAGES: gl.constexpr = P.stages
     slot = step % STAGES
     mbarrier.wait(full.index(slot), step // STAGES & 1)
     b = b_ring.index(slot)
@@ -201,10 +210,10 @@ def _column_slices(acc, SLICES: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     # acc (ROWS, BN) -> rows first, first + 1, … of y before `end`. Returns while the last stores are under way.
-    SLICES: gl.constexpr = P.options.slices
-    BUFFERS: gl.constexpr = P.options.buffers
+    SLICES: gl.constexpr = P.slices
+    BUFFERS: gl.constexpr = P.buffers
     ROWS: gl.constexpr = P.block_m
-    WIDTH: gl.constexpr = P.options.block_n // SLICES
+    WIDTH: gl.constexpr = P.block_n // SLICES
     pieces = _column_slices(acc, SLICES)
     for i in gl.static_range(SLICES):
         piece = pieces[i]
@@ -227,10 +236,10 @@ def _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP: gl.con
 def _multiply_tiles(y, bias, rings, staging, bars, turns, row_tiles, used, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     # The multiplier number GROUP: every second of the program's tiles.
     _, empty = bars
-    STAGES: gl.constexpr = P.options.stages
+    STAGES: gl.constexpr = P.stages
     STEPS: gl.constexpr = P.steps
     BM: gl.constexpr = P.block_m
-    BN: gl.constexpr = P.options.block_n
+    BN: gl.constexpr = P.block_n
     STRIDE: gl.constexpr = _GROUPS * P.stride
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     zeros = gl.zeros([BM, BN], gl.float32, LAYOUT)
@@ -280,8 +289,8 @@ def contiguous_kernel(  # type: ignore[no-untyped-def]
     num_tiles,
     P: gl.constexpr,
 ):
-    STAGES: gl.constexpr = P.options.stages
-    BUFFERS: gl.constexpr = _GROUPS * P.options.buffers
+    STAGES: gl.constexpr = P.stages
+    BUFFERS: gl.constexpr = _GROUPS * P.buffers
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
     staging = gl.allocate_shared_memory(y.dtype, [BUFFERS] + y.block_type.shape, y.layout)  # noqa: RUF005
@@ -371,7 +380,7 @@ def _run(
 
 @functools.cache
 def _launcher(*plan: Any) -> Launcher:
-    return Launcher(contiguous_kernel, {"P": _Plan(*plan)}, num_warps=_WARPS, maxnreg=_ENTRY_REGISTERS)
+    return Launcher(contiguous_kernel, {"P": make_plan(*plan)}, num_warps=_WARPS, maxnreg=_ENTRY_REGISTERS)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,9 +94,9 @@ def make_options(block_n: int, ragged: bool, halves: int = 2, block_k: int = 64,
     return Options(tile, widest, ragged)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that a kernel is compiled for, besides its operands' types.
+class Plan(NamedTuple):
+    """Everything that a kernel is compiled for, besides its operands' types. (A tuple, not a dataclass: Triton writes
+    constants out as JSON for whoever listens to its compilations.)
 
     Attributes:
         d, n: widths of an embedding and of an expert's hidden units.
@@ -103,7 +104,7 @@ class Plan:
         halves: of `wide`, the result of HALVES N columns: 2 (gate | up), or 1 for an ungated activation.
         columns: of `narrow`, the result of N columns, that one tile covers.
         stride: programs of a launch: program i works through the tiles i, i + stride, …
-        options: see there.
+        block_n, block_k, stages, slice, ragged: see `Options` and its tile.
         has_bias: whether a bias (E, HALVES N) is added.
     """
 
@@ -113,8 +114,12 @@ class Plan:
     halves: int
     columns: int
     stride: int
-    options: Options
-    has_bias: bool = False
+    block_n: int
+    block_k: int
+    stages: int
+    slice: int
+    ragged: bool
+    has_bias: bool
 
     @property
     def column_tiles(self) -> int:
@@ -123,14 +128,30 @@ class Plan:
     @property
     def slices(self) -> int:
         """Slices of one tile."""
-        return self.columns // self.options.slice
+        return self.columns // self.slice
+
+
+def make_plan(
+    d: int,
+    n: int,
+    activation: str,
+    halves: int,
+    columns: int,
+    stride: int,
+    options: Options,
+    has_bias: bool = False,
+) -> Plan:
+    """The plan of a launch with these options."""
+    tile = options.tile
+    blocks = tile.block_n, tile.block_k, tile.stages
+    return Plan(d, n, activation, halves, columns, stride, *blocks, options.slice, options.ragged, has_bias)
 
 
 @gluon.jit
 def make_ring(b, P: gl.constexpr):  # type: ignore[no-untyped-def]
     """(stages of A, stages of B, full, empty), B's stages being boxes of the descriptor `b`."""
-    STAGES: gl.constexpr = P.options.tile.stages
-    BK: gl.constexpr = P.options.tile.block_k
+    STAGES: gl.constexpr = P.stages
+    BK: gl.constexpr = P.block_k
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BK], b.dtype)
     a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_M, BK], a_layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
@@ -183,7 +204,7 @@ def gathered_rows(x, gather, first, size, P: gl.constexpr):  # type: ignore[no-u
     """(BM, BK) pointers to the first columns of x[gather[first + i]], x (T, D), 16 bytes to a thread.
 
     Rows from `size` on point at token 0; they are computed and not stored."""
-    BK: gl.constexpr = P.options.tile.block_k
+    BK: gl.constexpr = P.block_k
     VECTOR: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     ACROSS: gl.constexpr = BK // VECTOR
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [PRODUCER_WARPS, 1], [1, 0])
@@ -197,7 +218,7 @@ def gathered_rows(x, gather, first, size, P: gl.constexpr):  # type: ignore[no-u
 def copy_rows(a_stage, rows, k, barrier, P: gl.constexpr):  # type: ignore[no-untyped-def]
     """Columns k to k + BK of `gathered_rows` to shared memory, zeros past their width; `barrier` hears when they are
     there."""
-    BK: gl.constexpr = P.options.tile.block_k
+    BK: gl.constexpr = P.block_k
     if P.d % BK == 0:
         async_copy.async_copy_global_to_shared(a_stage, rows + k)
     else:
@@ -216,7 +237,7 @@ def rows_of_group(a_stage, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
 def halves_of_group(b_stage, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     """(HALVES, ROWS, SLICE): where a group's slice lies in a stage's B, as one box of TMA's."""
     HALVES: gl.constexpr = P.halves
-    SLICE: gl.constexpr = P.options.slice
+    SLICE: gl.constexpr = P.slice
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALVES, ROWS, SLICE], b_stage.dtype)
     return b_stage._reinterpret(b_stage.dtype, [GROUPS, HALVES, ROWS, SLICE], layout).index(GROUP)
 
@@ -226,8 +247,8 @@ def contract(ring, step, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr, P: gl.co
     """((ROWS, BN) float32 sum over D of a group's rows, the next step), B's stages being (…, BK, BN), or (…, BN, BK)
     if TRANSPOSED."""
     a_ring, b_ring, full, empty = ring
-    BN: gl.constexpr = P.options.tile.block_n
-    BK: gl.constexpr = P.options.tile.block_k
+    BN: gl.constexpr = P.block_n
+    BK: gl.constexpr = P.block_k
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     acc = gl.zeros((ROWS, BN), gl.float32, layout)
     for k in range(0, P.d, BK):
@@ -331,12 +352,12 @@ def store_slice(  # type: ignore[no-untyped-def]
     rows of the next expert is cut by the descriptor if it is ragged, else the tile is stored from registers."""
     N: gl.constexpr = P.n
     HALVES: gl.constexpr = P.halves
-    SLICE: gl.constexpr = P.options.slice
+    SLICE: gl.constexpr = P.slice
     dtype: gl.constexpr = narrow.dtype.element_ty
     gate = gate.to(dtype)
     up = up.to(dtype)
     value = value.to(dtype)
-    if P.options.ragged or size >= ROWS:
+    if P.ragged or size >= ROWS:
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype)
         # The same bytes as TMA's one box and as one matrix for each half.
         halves = b_halves._reinterpret(dtype, [HALVES, ROWS, SLICE], layout)
@@ -347,7 +368,7 @@ def store_slice(  # type: ignore[no-untyped-def]
         fence_async_shared()
         wide_box = b_halves._reinterpret(dtype, wide_boxes.block_type.shape, wide_boxes.layout)
         narrow_box = a_rows._reinterpret(dtype, narrow_boxes.block_type.shape, narrow_boxes.layout)
-        if P.options.ragged:
+        if P.ragged:
             end = first + size
             tma.async_copy_shared_to_global(wide_boxes, [FAR, end, 0, FAR - size, column], wide_box)
             tma.async_copy_shared_to_global(narrow_boxes, [FAR, end, FAR - size, column], narrow_box)
