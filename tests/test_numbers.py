@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from plots import numbers, rows
+from harness.store import read_folder
+from plots import kernel_table, numbers, rows
 
 FOLDER = rows.RESULTS / "nvidia_h200"
 COMMITTED = [json.loads(line) for path in FOLDER.glob("*.jsonl") for line in path.read_text().splitlines()]
@@ -55,3 +56,16 @@ def test_markers_must_be_there() -> None:
 
 def test_without_rows_the_table_is_empty() -> None:
     assert len(numbers.lines(rows.frame([]))) == 2
+
+
+def test_the_notes_hold_the_kernels_of_the_rows() -> None:
+    text = kernel_table.NOTES.read_text(encoding="utf-8")
+    table = kernel_table.lines(read_folder(FOLDER)[0])
+    assert len(table) == 2 + 12
+    assert text == kernel_table.with_table(text, table), "run: python -m plots.kernel_table"
+    for implementation in (numbers.OFFICIAL, numbers.OURS):
+        row = newest(implementation=implementation, sweep="paper_layers", **{"pass": "forward_backward"})
+        found = kernel_table.times(row)
+        assert found["sum"] == pytest.approx(sum(kernel["us"] for kernel in row["kernels"]))  # type: ignore[attr-defined]
+        assert sum(us for column, us in found.items() if column != "sum") == pytest.approx(found["sum"])
+        assert all(found.values())
