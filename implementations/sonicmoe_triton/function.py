@@ -12,11 +12,14 @@ that only tells shapes: one opaque step to torch.compile, and traced without a G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.nn import Parameter
 
 from implementations.sonicmoe_triton.activations import is_gated
@@ -38,6 +41,8 @@ CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
 BLOCK_M = 128
 #: What the router's kernels and 16-byte loads take.
 MAX_EXPERTS, MAX_K, ROW_BYTES = 1024, 64, 16
+MAX_PAIRS = 2**30
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class RouterOutput(NamedTuple):
@@ -72,10 +77,12 @@ def moe_layer(
         bias1, bias2: (E, 2n) and (E, d), or None.
 
     Returns:
-        (T, d), differentiable with respect to every tensor given.
+        (T, d), differentiable with respect to every tensor given. Autocast changes nothing here: all tensors have one
+        dtype, bfloat16, float16 or float32, and so has the result.
 
     Raises:
         ValueError: a shape, dtype or device does not fit, or a width is no multiple of 16 bytes; the message names it.
+        NotImplementedError: under `torch.func.grad`, `jvp` and what they make (`vmap` alone works).
     """
     _check_router(x, router, w1, k, convention)
     _check_experts(x, w1, w2, bias1, bias2, activation)
@@ -122,7 +129,9 @@ def routed_experts(
     Args:
         x, w1, w2, activation, bias1, bias2: as for `moe_layer`.
         scores: weights of the pairs: (T, K), or (P,) ordered by token.
-        experts: expert of each pair, any integer dtype, shaped as ``scores``; a token names an expert at most once.
+        experts: expert of each pair, any integer dtype, shaped as ``scores``; a token names an expert at most once. A
+            number outside [0, E), such as -1, names none: the pair adds nothing to output and gradients, though a row
+            is computed for it.
         token_offsets: (T+1,) first pair of each token, then P, where tokens have different numbers of pairs (none
             included: their rows of the output are zero); None where each has P / T.
 
@@ -130,10 +139,13 @@ def routed_experts(
         (T, d), differentiable with respect to x, w1, w2, scores and the biases.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, or a width is no multiple of 16 bytes; the message names it.
+        ValueError, NotImplementedError: as for `moe_layer`.
     """
     _check_experts(x, w1, w2, bias1, bias2, activation)
     tokens = x.shape[0]
+    for name, given in (("scores", scores), ("experts", experts), ("token_offsets", token_offsets)):
+        if given is not None and given.device != x.device:
+            raise ValueError(f"{name} are on {given.device}, x is on {x.device}")
     if scores.shape != experts.shape or scores.dim() not in (1, 2):
         raise ValueError(
             f"scores {tuple(scores.shape)} and experts {tuple(experts.shape)}: both must be (T, K), or (P,)"
@@ -153,14 +165,18 @@ def routed_experts(
         k = scores.shape[1] if scores.dim() == 2 else scores.shape[0] // max(tokens, 1)
         if k == 0:
             token_offsets = experts.new_zeros(tokens + 1, dtype=torch.int32)
-    pairs = experts.reshape(-1).int()
-    arguments = x, w1, w2, scores.reshape(-1).float(), pairs, token_offsets, bias1, bias2, k, activation
+    _check_pairs(scores.numel())
+    # Outside of the numbers a kernel would read and write beside its tensors.
+    named = (experts >= 0) & (experts < w1.shape[0])
+    scores = torch.where(named, scores, 0.0).reshape(-1).float()
+    pairs = experts.clamp(0, w1.shape[0] - 1).reshape(-1).int()
+    arguments = x, w1, w2, scores, pairs, token_offsets, bias1, bias2, k, activation
     return _RoutedFunction.apply(*arguments) if _is_plain(*arguments[:8]) else _routed_experts(*arguments)[0]
 
 
 def choose_experts(x: Tensor, router: Tensor, k: int, convention: str = "topk_softmax") -> tuple[Tensor, Tensor]:
     """(scores (T, K) fp32, experts (T, K) int32) exactly as `moe_layer` chooses them; not differentiable."""
-    with torch.no_grad(), torch.cuda.device_of(x):
+    with torch.no_grad(), _guard(x):
         return top_k(_logits(x, router), k, convention)
 
 
@@ -209,6 +225,17 @@ def _hold(h: Tensor, row_scores: Tensor, routing: Routing) -> _Held:
     )
 
 
+@contextmanager
+def _guard(x: Tensor) -> Iterator[None]:
+    """On x's device, and without autocast: the kernels would not see it, and torch's own products beside them would."""
+    with torch.cuda.device_of(x):
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                yield
+        else:
+            yield
+
+
 def _logits(x: Tensor, router: Tensor) -> Tensor:
     return torch.mm(x, router.t())
 
@@ -220,6 +247,8 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     """Whether nobody looks on who could not see through an `autograd.Function` that launches kernels: no compiler, no
     fake or other subclass of tensors, no dispatch mode, no functional transform."""
     x = tensors[0]
+    if torch._C._are_functorch_transforms_active():
+        _refuse_functional_derivatives()
     return (
         not torch.compiler.is_compiling()
         and _PLAIN.issuperset(map(type, tensors))
@@ -234,18 +263,27 @@ class _SavedH:
     """H, which the backward has done with long before it needs the most memory.
 
     Args:
-        tensor: (R, 2n). Nobody else may refer to it, or letting go frees nothing.
-        release: frees what autograd has saved, unless the graph is to be kept.
+        tensor: (R, 2n). Letting go frees it where nobody else refers to it: eagerly, not within an operator.
+        context: of the `autograd.Function` that has saved it; what is saved is freed with it, unless the graph is to
+            be kept. (A backward that fails after this cannot be repeated.)
     """
 
-    def __init__(self, tensor: Tensor, release: Callable[[], None] | None = None) -> None:
+    def __init__(self, tensor: Tensor, context: Any = None) -> None:
         self.tensor = tensor
-        self._release = release
+        # What compiled functions of torch itself call for the same end; not every version may have it.
+        self._release = getattr(context, "maybe_clear_saved_tensors", None)
 
     def let_go(self) -> None:
         del self.tensor
         if self._release is not None:
             self._release()
+
+
+def _refuse_functional_derivatives() -> None:
+    """An operator's gradient is unknown to functorch, which would drop the tangent of one without a word."""
+    active = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
+    if active & {TransformType.Grad, TransformType.Jvp}:
+        raise NotImplementedError("torch.func.grad and jvp do not know this layer; use torch.autograd.grad or backward")
 
 
 class _Parameters(NamedTuple):
@@ -353,7 +391,7 @@ def _layer_forward(
 ) -> tuple[Tensor, Tensor | None, _Held]:
     """(out, logits if they are asked for or the backward needs them, held)."""
     x = x.contiguous()
-    with torch.cuda.device_of(x):
+    with _guard(x):
         # 1. Router: logits in the layer's dtype, compared and normalised in fp32.
         logits = _logits(x, router)
         scores, experts = top_k(logits, k, convention)
@@ -400,10 +438,15 @@ def _layer_backward(
         return torch.mm(total.t(), x) if needs.routing else None, torch.mm(total, router) if needs.x else None
 
     parameters = _Parameters(w1, w2, bias1, bias2)
-    with torch.cuda.device_of(x):
+    with _guard(x):
         return _experts_backward(
             grad_out, x, parameters, held, held.routing(k), activation, router_gradients, needs, saved_h
         )
+
+
+#: Where H, and with it what is held, begins among the tensors that a function saves: behind x, w1, w2, router, the
+#: biases and the logits; or behind x, w1, w2, token_offsets and the biases.
+_H_OF_LAYER, _H_OF_ROUTED = 7, 6
 
 
 class _LayerFunction(torch.autograd.Function):
@@ -433,9 +476,15 @@ class _LayerFunction(torch.autograd.Function):
                 return (None,) * 10
             grad_out = torch.zeros_like(saved[0])
         if _is_eager_backward(grad_out, grad_logits, saved[0]):
-            saved_h, saved[7] = _SavedH(saved[7], ctx.maybe_clear_saved_tensors), None
+            saved_h, saved[_H_OF_LAYER] = _SavedH(saved[_H_OF_LAYER], ctx), None
             found = _layer_backward(
-                grad_out, grad_logits, *saved[:7], *ctx.rest, held=_Held(*saved[7:]), needs=needs, saved_h=saved_h
+                grad_out,
+                grad_logits,
+                *saved[:_H_OF_LAYER],
+                *ctx.rest,
+                held=_Held(*saved[_H_OF_LAYER:]),
+                needs=needs,
+                saved_h=saved_h,
             )
         else:
             found = _wanted(_moe_layer_backward(grad_out, grad_logits, *saved, *ctx.rest, needs), needs)
@@ -602,7 +651,7 @@ def _routed_forward(
 ) -> tuple[Tensor, _Held]:
     x = x.contiguous()
     given = experts.view(-1, k) if token_offsets is None else experts
-    with torch.cuda.device_of(x):
+    with _guard(x):
         routing, row_scores = route(scores, given, w1.shape[0], BLOCK_M, token_offsets)
         out, h = _experts_forward(x, _Parameters(w1, w2, bias1, bias2), row_scores, routing, activation)
     return out, _hold(h, row_scores, routing)
@@ -630,7 +679,7 @@ def _routed_backward(
         return partial_scores.sum(0)[held.reverse] if needs.routing else None, None
 
     parameters, routing = _Parameters(w1, w2, bias1, bias2), held.routing(k, token_offsets)
-    with torch.cuda.device_of(x):
+    with _guard(x):
         return _experts_backward(grad_out, x, parameters, held, routing, activation, scores_gradient, needs, saved_h)
 
 
@@ -659,9 +708,14 @@ class _RoutedFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         needs, saved = _needs_of_routed(ctx), list(ctx.saved_tensors)
         if _is_eager_backward(grad_out, saved[0]):
-            saved_h, saved[6] = _SavedH(saved[6], ctx.maybe_clear_saved_tensors), None
+            saved_h, saved[_H_OF_ROUTED] = _SavedH(saved[_H_OF_ROUTED], ctx), None
             found = _routed_backward(
-                grad_out, *saved[:6], *ctx.rest, held=_Held(*saved[6:]), needs=needs, saved_h=saved_h
+                grad_out,
+                *saved[:_H_OF_ROUTED],
+                *ctx.rest,
+                held=_Held(*saved[_H_OF_ROUTED:]),
+                needs=needs,
+                saved_h=saved_h,
             )
         else:
             found = _wanted(_routed_experts_backward(grad_out, *saved, *ctx.rest, needs), needs)
@@ -768,6 +822,7 @@ def _check_router(x: Tensor, router: Tensor, w1: Tensor, k: int, convention: str
     if router.shape[1] != x.shape[-1]:
         raise ValueError(f"d: router has {router.shape[1]} columns, x has {x.shape[-1]}")
     check_choice(router.shape[0], k)
+    _check_pairs(x.shape[0] * k)
     _check_alike(x, router=router)
 
 
@@ -783,6 +838,18 @@ def check_choice(experts: int, k: int) -> None:
         raise ValueError(f"E = {experts}: at most {MAX_EXPERTS} experts")
     if not 1 <= k <= min(experts, MAX_K):
         raise ValueError(f"K = {k}: must be between 1 and {min(experts, MAX_K)} for E = {experts}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """ValueError for a dtype that the kernels do not compute in."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype}: must be one of {', '.join(map(str, DTYPES))}")
+
+
+def _check_pairs(pairs: int) -> None:
+    """Rows are numbered in 32 bits, with room for a tile past the end."""
+    if pairs >= MAX_PAIRS:
+        raise ValueError(f"T * K = {pairs}: must be below {MAX_PAIRS}")
 
 
 def check_width(name: str, width: int, dtype: torch.dtype) -> None:
@@ -812,6 +879,7 @@ def _check_experts(
     for name, bias, size in (("bias1", bias1, halves * n), ("bias2", bias2, d)):
         if bias is not None and tuple(bias.shape) != (experts, size):
             raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({experts}, {size})")
+    check_dtype(x.dtype)
     check_width("d", d, x.dtype)
     check_width("n", n, x.dtype)
     _check_alike(x, w1=w1, w2=w2, bias1=bias1, bias2=bias2)

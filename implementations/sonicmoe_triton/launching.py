@@ -7,7 +7,8 @@ kernel. From then on it hands addresses and integers straight to that kernel, as
 The kind of arguments is all that compiled code depends on beside constants and options: the device, dtypes, boxes of
 descriptors, which integers are 1 or multiples of 16, and that pointers are multiples of 16 bytes. Whatever else there
 may be goes Triton's way: the interpreter, launch hooks (profilers), unaligned pointers, tensors of another device than
-the current one, wide or negative integers, arguments of other types.
+the current one, wide or negative integers, arguments of other types. One thing is not looked at again: whether a global
+that a kernel reads has changed since it was compiled.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ class SonicMoE(nn.Module):
         dtype = dtype or torch.get_default_dtype()
         function.check_convention(router_convention)
         function.check_choice(experts, k)
+        function.check_dtype(dtype)
         function.check_width("d", d, dtype)
         function.check_width("n", n, dtype)
         self.d, self.n, self.experts, self.k = d, n, experts, k

@@ -14,6 +14,7 @@ from expert_reference import plain_experts
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from harness.interface import DISTRIBUTIONS, LayerSpec, Point, Problem, RoutingSpec
 from harness.operations import get_operation
@@ -191,6 +192,21 @@ def test_routing_of_the_caller() -> None:
     assert not any(found[i][4].any() for i in (2, 3, 5, 6))
 
 
+def test_numbers_that_name_no_expert_add_nothing() -> None:
+    x, w1, w2 = leaves_of(random(9, 16), random(3, 16, 16, scale=0.3), random(3, 16, 8))
+    scores = random(9, 2).abs().requires_grad_()
+    experts = torch.stack([torch.arange(9) % 3, (torch.arange(9) + 1) % 3], 1)
+    experts[1, 0], experts[4], experts[7, 1] = -1, torch.tensor([2**31 - 1, 3]), -(2**31)
+    named = (experts >= 0) & (experts < 3)
+    leaves, grad = [x, w1, w2, scores], random(9, 16)
+    got = gradients(function.routed_experts(x, w1, w2, scores, experts), leaves, grad)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), named.sum(1).cumsum(0)])
+    want = gradients(function.routed_experts(x, w1, w2, scores[named], experts[named], offsets), leaves, grad)
+    assert not got[0][4].any() and not got[4][~named].any()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_routing_of_the_caller_with_k_pairs_a_token() -> None:
     experts = torch.tensor([[0, 2], [1, 0], [2, 1]])
     tensors = (random(3, 16), random(3, 16, 16), random(3, 16, 8), random(3, 2))
@@ -274,6 +290,49 @@ def test_h_is_freed_once_dh_is_there(routed: bool, monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(result, leaves, grad)
+
+
+def test_autocast_changes_nothing() -> None:
+    x, w1, w2, router = small_leaves()
+    leaves, grad = [x, w1, w2, router], random(6, 16)
+    want = gradients(function.moe_layer(x, w1, w2, router, 2), leaves, grad)
+    scores, experts = function.choose_experts(x, router, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients(function.moe_layer(x, w1, w2, router, 2), leaves, grad)
+        chosen = function.choose_experts(x, router, 2)
+        out = function.moe_layer(x, w1, w2, router, 2)
+    outside = torch.autograd.grad(out, leaves, grad)
+    for found in (got, [out.detach(), *outside]):
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert torch.equal(chosen[0], scores) and torch.equal(chosen[1], experts)
+
+
+def test_functional_derivatives_are_refused_and_vmap_works() -> None:
+    x, w1, w2, router = (t.detach() for t in small_leaves())
+
+    def layer(x: Tensor) -> Tensor:
+        return function.moe_layer(x, w1, w2, router, 2)
+
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.jvp(layer, (x,), (x,))
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: layer(x).sum())(x)
+    both = torch.stack([x, 2 * x])
+    assert torch.equal(torch.vmap(layer)(both), torch.stack([layer(x), layer(2 * x)]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_and_offloading(reentrant: bool) -> None:
+    x, w1, w2, router = small_leaves()
+    leaves, grad = [x, w1, w2, router], random(6, 16)
+    want = gradients(function.moe_layer(x, w1, w2, router, 2), leaves, grad)
+    out = checkpoint(function.moe_layer, x, w1, w2, router, 2, use_reentrant=reentrant)
+    out.backward(grad)
+    for leaf, expected in zip(leaves, want[1:], strict=True):
+        assert leaf.grad is not None and torch.equal(leaf.grad, expected)
+    with torch.autograd.graph.save_on_cpu():
+        out = function.moe_layer(x, w1, w2, router, 2)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(out, leaves, grad), want, strict=True))
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -523,6 +582,7 @@ def test_router_output_and_its_losses() -> None:
         ({"n": 12, "dtype": torch.float16}, "n = 12: must be a multiple of 8"),
         ({"k": 4}, "K = 4: must be between 1 and 3"),
         ({"k": 0}, "K = 0"),
+        ({"dtype": torch.float64}, "torch.float64: must be one of"),
         ({"experts": 1025}, "E = 1025: at most 1024"),
         ({"activation": "tanh"}, "unknown activation 'tanh'"),
         ({"router_convention": "none"}, "unknown router convention 'none'"),
@@ -560,3 +620,16 @@ def test_tensors_that_are_refused() -> None:
         function.routed_experts(x, w1, w2, random(7), experts)
     with pytest.raises(ValueError, match=r"token_offsets has shape \(3,\), expected \(T\+1,\) = \(7,\)"):
         function.routed_experts(x, w1, w2, random(7), experts, torch.zeros(3))
+    with pytest.raises(ValueError, match="scores are on meta, x is on cpu"):
+        function.routed_experts(x, w1, w2, random(6, 2).to("meta"), experts[:6, None].expand(6, 2))
+    with pytest.raises(ValueError, match=r"torch\.float64: must be one of"):
+        function.moe_layer(x.double(), w1.double(), w2.double(), router.double(), 2)
+
+
+def test_more_pairs_than_32_bits_number_are_refused() -> None:
+    x = torch.empty(2**29, 8, dtype=torch.float16, device="meta")
+    w1, w2, router = (
+        torch.empty(*size, dtype=torch.float16, device="meta") for size in ((2, 16, 8), (2, 8, 8), (2, 8))
+    )
+    with pytest.raises(ValueError, match=r"T \* K = 1073741824: must be below 1073741824"):
+        function.moe_layer(x, w1, w2, router, 2)
