@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.gluon_common import CONSUMER_WARPS, ENTRY_REGISTERS
 from implementations.sonicmoe_triton.gluon_contiguous import Options, choose, contiguous_kernel, make_plan
 
 #: d, n.
@@ -66,9 +67,10 @@ def build(options: Options, d: int, k: int, b_transposed: bool, element: str = "
     compiled = triton.compile(
         GluonASTSource(contiguous_kernel, signature, {"P": plan}, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "maxnreg": 168},
+        options={"num_warps": CONSUMER_WARPS, "maxnreg": ENTRY_REGISTERS},
     )
     ptx = compiled.asm["ptx"]
+    check_shared_memory_rules(ptx)
     log = assembler_log(ptx)
     registers = re.search(r"Used (\d+) registers", log)
     stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -84,6 +86,22 @@ def build(options: Options, d: int, k: int, b_transposed: bool, element: str = "
         # Serialised wgmma is C7510 to C7518 by its reason, an ignored setmaxnreg C7508.
         warnings=tuple(line for line in log.splitlines() if re.search(r"C75\d\d|serializ|setmaxnreg|warning", line)),
     )
+
+
+def check_shared_memory_rules(ptx: str) -> None:
+    """The rules of gluon_common.py: a fence between the barriers' initialisation and all other warps, and a barrier of
+    the partition's threads behind every wait for stores."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    # Of all instructions that matter here, in order.
+    kinds = {"mbarrier.init": "init", "fence.proxy.async": "fence", "barrier.sync": "start"}
+    start = [kind for line in lines for text, kind in kinds.items() if text in line.split(";")[0]]
+    last = len(start) - 1 - start[::-1].index("init")
+    assert start[last + 1 : last + 3] == ["fence", "start"], start[: last + 4]
+    instructions = [line for line in lines if line and not line.startswith(("//", ".loc", "$"))]
+    waits = [i for i, line in enumerate(instructions) if line.startswith("cp.async.bulk.wait_group.read")]
+    assert waits
+    for i in waits:
+        assert instructions[i + 1].startswith("bar.sync"), instructions[i : i + 3]
 
 
 def assembler_log(ptx: str) -> str:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 import triton
+from test_triton_compile_gluon_contiguous import check_shared_memory_rules
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from implementations.sonicmoe_triton import gluon_weight_gradient as kernels
 from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.gluon_common import CONSUMER_WARPS
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not built")
 
@@ -31,14 +33,14 @@ def build(up: bool, d: int, n: int, options: kernels.Options, element: str = "bf
     """(PTX, bytes of shared memory) of dW1 (`up`, gated) or dW2 for widths d and n."""
     dense_width = 2 * n if up else n
     options = kernels.narrowed(options, d, dense_width)
-    loaded, stored = kernels.boxes(options, up)
+    loaded, stored = kernels.box_shapes(options, up)
 
-    def descriptor(box: list[int]) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(box, ELEMENTS[element])
+    def descriptor(*box: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(list(box), ELEMENTS[element])
         return f"tensordesc<{element}[{', '.join(map(str, box))}],{layout!r}>"
 
-    constants = kernels.constants(options, up, 128, d, dense_width) | {"PROGRAMS": 132}
-    signature = {"gathered": f"*{element}", "dense": descriptor(loaded), "out": descriptor(stored)}
+    plan = kernels.make_plan(options, up, experts=128, gathered_width=d, dense_width=dense_width, stride=132)
+    signature = {"gathered": f"*{element}", "dense": descriptor(1, 1, *loaded), "out": descriptor(*stored)}
     signature |= {"gather": "*i32", "expert_offsets": "*i32"}
     function = kernels.weight_gradient_kernel
     signature = {name: signature.get(name, "constexpr") for name in function.arg_names}
@@ -49,9 +51,9 @@ def build(up: bool, d: int, n: int, options: kernels.Options, element: str = "bf
         if kind.startswith("*")
     }
     compiled = triton.compile(
-        GluonASTSource(function, signature, constants, aligned),
+        GluonASTSource(function, signature, {"P": plan}, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": kernels.WARPS.value},
+        options={"num_warps": CONSUMER_WARPS},
     )
     return compiled.asm["ptx"], compiled.metadata.shared
 
@@ -78,6 +80,7 @@ def check(up: bool, d: int, n: int, options: kernels.Options, element: str = "bf
     assert "cp.async.mbarrier.arrive.noinc" in ptx
     assert re.search(rf"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32\s+{options.producer_registers};", ptx)
     assert "stmatrix" in ptx
+    check_shared_memory_rules(ptx)
     # A stack frame means spills.
     said = assembler_says(ptx)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said, said
@@ -106,7 +109,7 @@ def test_rows_that_consumers_cannot_share() -> None:
 
 def test_boxes_follow_the_gradient() -> None:
     options = kernels.Options(gathered=128, dense=256, block_k=64, slice_columns=64)
-    assert kernels.boxes(options, up=True) == ([1, 1, 64, 256], [1, 64, 64])
+    assert kernels.box_shapes(options, up=True) == ((64, 256), (1, 64, 64))
     wide_rows = kernels.Options(gathered=128, dense=256, block_k=32, slice_columns=64, gathered_rows=False)
-    assert kernels.boxes(wide_rows, up=True) == ([1, 1, 32, 128], [1, 128, 64])
-    assert kernels.boxes(wide_rows, up=False) == ([1, 1, 32, 128], [1, 64, 128])
+    assert kernels.box_shapes(wide_rows, up=True) == ((32, 128), (1, 128, 64))
+    assert kernels.box_shapes(wide_rows, up=False) == ((32, 128), (1, 64, 128))

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
 from implementations.sonicmoe_triton.rows import locate
 from implementations.sonicmoe_triton.tiles import Tile
@@ -124,20 +125,23 @@ def down_projection(
         return y
     tile = tile or tiles.choose(tiles.DOWN_PROJECTION, d, n, a.element_size(), routing.block_m)
     tiles.check_block_m(tile, routing.block_m)
-    grid, options = tiles.launch(tile, routing.max_tiles * triton.cdiv(d, tile.block_n), a)
-    with torch.cuda.device_of(a):
-        down_projection_kernel[(grid,)](
+    tiles.launch(
+        down_projection_kernel,
+        tile,
+        routing.max_tiles * cdiv(d, tile.block_n),
+        (
             TensorDescriptor.from_tensor(tiles.dense(a), [tile.block_m, tile.block_k]),
             TensorDescriptor.from_tensor(tiles.dense(w2), [1, tile.block_n, tile.block_k]),
             y if bias2 is None else bias2.contiguous(),
             y,
             *routing.row_tiles,
-            D=d,
-            N=n,
-            HAS_BIAS=bias2 is not None,
-            FLATTEN=tile.flatten,
-            **options,
-        )
+        ),
+        a,
+        D=d,
+        N=n,
+        HAS_BIAS=bias2 is not None,
+        FLATTEN=tile.flatten,
+    )
     return y
 
 
@@ -161,16 +165,19 @@ def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, tile: Tile | No
         return grad_rows
     tile = tile or tiles.choose(tiles.INPUT_GRADIENT, d, hidden, grad_h.element_size(), routing.block_m)
     tiles.check_block_m(tile, routing.block_m)
-    grid, options = tiles.launch(tile, routing.max_tiles * triton.cdiv(d, tile.block_n), grad_h)
-    with torch.cuda.device_of(grad_h):
-        input_gradient_kernel[(grid,)](
+    tiles.launch(
+        input_gradient_kernel,
+        tile,
+        routing.max_tiles * cdiv(d, tile.block_n),
+        (
             TensorDescriptor.from_tensor(tiles.dense(grad_h), [tile.block_m, tile.block_k]),
             TensorDescriptor.from_tensor(tiles.dense(w1), [1, tile.block_k, tile.block_n]),
             grad_rows,
             *routing.row_tiles,
-            D=d,
-            K=hidden,
-            FLATTEN=tile.flatten,
-            **options,
-        )
+        ),
+        grad_h,
+        D=d,
+        K=hidden,
+        FLATTEN=tile.flatten,
+    )
     return grad_rows

@@ -3,20 +3,20 @@
     Y[r] = A[r] W2[e]^T (+ bias2[e])       (R, d)    down-projection, contraction over n
     dX~[r] = dH[r] W1[e]                    (R, d)    input gradient, contraction over 2n
 
-One warp loads, two groups of four warps multiply and store; they meet at barriers in shared memory:
+One warp loads, two groups of four warps multiply and store (roles and ring: gluon_common.py):
 
-    loader     for each step of the contraction: wait until a slot of the ring is empty, fetch A's and B's boxes into
+    producer   for each step of the contraction: wait until its stage of the ring is empty, fetch A's and B's boxes into
                it by TMA. It runs ahead into the next tiles while those before are still being multiplied and stored.
-    multiplier for each step: wait until its slot is full, multiply by wgmma with one product in flight, hand the slot
+    consumer   for each step: wait until its stage is full, multiply by wgmma with one product in flight, hand the stage
                of the product before back. After a tile: round it, slice by slice, into a staging buffer that TMA
                stores from.
 
-The two groups take whole tiles in turn ("ping-pong"): one multiplies while the other stores. Nothing depends on who is
-faster: every element is summed by one thread, in the order of the contraction.
+The two consumers take whole tiles in turn ("ping-pong"): one multiplies while the other stores. Nothing depends on who
+is faster: every element is summed by one thread, in the order of the contraction.
 
 Operands come by TMA, whose boxes are filled with zeros where they overhang: each expert's weights are their own slab of
 a 3-D descriptor, so an overhanging box never reaches the next expert. Rows past an expert's end are computed from
-whatever lies there and are not stored: see `_rows_by_expert`.
+whatever lies there and are not stored: Y's descriptor is ragged.
 """
 
 from __future__ import annotations
@@ -36,15 +36,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.gluon_common import (
+    CONSUMER_WARPS,
+    ENTRY_REGISTERS,
+    FAR,
+    GROUPS,
+    check_dtype,
+    column_slices,
+    descriptor,
+    publish_barriers,
+    ragged,
+    wait_empty,
+    wait_full,
+)
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
-#: Rows that the descriptor of `_rows_by_expert` claims for every expert.
-_RAGGED_ROWS = gl.constexpr(2**30)
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+#: Warps of the producer: one thread's work.
+PRODUCER_WARPS = gl.constexpr(1)
+#: Registers of a consumer's thread and of the producer's, from `ENTRY_REGISTERS` (nine warps count as twelve).
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @dataclass(frozen=True)
@@ -54,9 +68,9 @@ class Options:
     Attributes:
         block_n: columns of an output tile. Its rows are the routing's block_m.
         block_k: length of one step of the contraction.
-        stages: slots of the ring: steps that may be loaded and not yet multiplied.
+        stages: of the ring: steps that may be loaded and not yet multiplied.
         slices: pieces of columns that a tile leaves in.
-        buffers: staging buffers of a group, each one slice.
+        buffers: staging buffers of a consumer, each one slice.
         by_expert: the order of tiles: for each expert each tile of columns, and for that all the expert's rows. Without
             it: for each tile of rows all tiles of columns.
     """
@@ -69,20 +83,11 @@ class Options:
     by_expert: bool = False
 
     def __post_init__(self) -> None:
-        # A slot is handed back when the product of the next one has been started.
+        # A stage is handed back when the product of the next one has been started.
         if self.stages < 2:
-            raise ValueError(f"{self}: the ring must have two slots")
+            raise ValueError(f"{self}: the ring must have two stages")
         if self.slices & (self.slices - 1) or self.slices % self.buffers:
             raise ValueError(f"{self}: slices are a power of two and go round the buffers a whole number of times")
-
-
-#: Groups that multiply, warps of each.
-_GROUPS = gl.constexpr(2)
-_WARPS = 4
-#: Registers of a thread at the start (nine warps count as twelve), then of one that loads and of one that multiplies.
-_ENTRY_REGISTERS = 168
-_LOADER_REGISTERS = gl.constexpr(24)
-_REGISTERS = gl.constexpr(240)
 
 
 class Plan(NamedTuple):
@@ -127,9 +132,9 @@ def make_plan(
     """Raises ValueError where the options do not fit block_m, a thread's registers or shared memory."""
     o = options
     if block_m % 64 or block_m * o.block_n > 128 * 128 or o.block_n > 256:
-        raise ValueError(f"{_WARPS} warps cannot hold {block_m} rows of {o.block_n} columns")
+        raise ValueError(f"{CONSUMER_WARPS} warps cannot hold {block_m} rows of {o.block_n} columns")
     ring = o.stages * (block_m + o.block_n) * o.block_k
-    staging = _GROUPS.value * o.buffers * block_m * o.block_n // o.slices
+    staging = GROUPS.value * o.buffers * block_m * o.block_n // o.slices
     used = 2 * (ring + staging) + 16 * (o.stages + 1)
     if used > tiles.SHARED_MEMORY:
         raise ValueError(f"{o}: {used} bytes do not fit into shared memory")
@@ -158,53 +163,39 @@ def _place(tile, row_tiles, P: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _load_tiles(a, b, rings, bars, row_tiles, used, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    # The loader, `used` being the tiles of rows. A box that overhangs still counts with all its bytes.
-    a_ring, b_ring = rings
-    full, empty = bars
-    STAGES: gl.constexpr = P.stages
+def _produce(a, b, ring, row_tiles, used, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # `used`: the tiles of rows. A box that overhangs still counts with all its bytes.
+    a_ring, b_ring, full, empty = ring
     BK: gl.constexpr = P.block_k
     stop = used * P.column_tiles
     place = _place(gl.minimum(gl.program_id(0), stop - 1), row_tiles, P)
     step = 0
     for tile in range(gl.program_id(0), stop, P.stride):
         expert, first, _, column = place
-        # Where the next tile lies is asked for a tile early: its first load then waits for nothing but its slot.
+        # Where the next tile lies is asked for a tile early: its first load then waits for nothing but its stage.
         place = _place(gl.minimum(tile + P.stride, stop - 1), row_tiles, P)
         for k in range(P.steps):
-            slot = step % STAGES
-            bar = full.index(slot)
-            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [first, k * BK], bar, a_ring.index(slot))
+            stage = step % P.stages
+            barrier = full.index(stage)
+            wait_empty(empty, step)
+            mbarrier.expect(barrier, a.block_type.nbytes + b.block_type.nbytes)
+            tma.async_copy_global_to_shared(a, [first, k * BK], barrier, a_ring.index(stage))
             corner = [expert, column, k * BK] if P.b_transposed else [expert, k * BK, column]
-            tma.async_copy_global_to_shared(b, corner, bar, b_ring.index(slot))
+            tma.async_copy_global_to_shared(b, corner, barrier, b_ring.index(stage))
             step += 1
 
 
 @gluon.jit
-def _multiply(rings, bars, step, acc, use_acc, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    # acc + A B of a step, counted from the program's start; not yet done on return.
-    a_ring, b_ring = rings
-    full, _ = bars
-    STAGES: gl.constexpr = P.stages
-    slot = step % STAGES
-    mbarrier.wait(full.index(slot), step // STAGES & 1)
-    b = b_ring.index(slot)
+def _multiply(ring, step, acc, use_acc, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # acc + A B of a step; not yet done on return.
+    a_ring, b_ring, full, _ = ring
+    stage = step % P.stages
+    wait_full(full, step)
+    b = b_ring.index(stage)
     b = b.reshape([b.shape[1], b.shape[2]])
     if P.b_transposed:
         b = b.permute([1, 0])
-    return warpgroup_mma(a_ring.index(slot), b, acc, use_acc=use_acc, is_async=True)
-
-
-@gluon.jit
-def _column_slices(acc, SLICES: gl.constexpr):  # type: ignore[no-untyped-def]
-    # acc (ROWS, BN) as a tuple of SLICES pieces (ROWS, BN // SLICES), in registers.
-    if SLICES == 1:
-        return (acc,)
-    else:
-        left, right = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
-        return _column_slices(left, SLICES // 2) + _column_slices(right, SLICES // 2)
+    return warpgroup_mma(a_ring.index(stage), b, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -214,7 +205,7 @@ def _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP: gl.con
     BUFFERS: gl.constexpr = P.buffers
     ROWS: gl.constexpr = P.block_m
     WIDTH: gl.constexpr = P.block_n // SLICES
-    pieces = _column_slices(acc, SLICES)
+    pieces = column_slices(acc, WIDTH)
     for i in gl.static_range(SLICES):
         piece = pieces[i]
         if P.has_bias:
@@ -222,25 +213,22 @@ def _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP: gl.con
             values = gl.load(bias + expert.to(gl.int64) * P.columns + columns, mask=columns < P.columns, other=0.0)
             piece += values.to(gl.float32)[None, :]
         buffer = staging.index(GROUP * BUFFERS + i % BUFFERS)
-        # The buffer is free once all stores but the last BUFFERS - 1 have read theirs. Only the thread that issued them
-        # can wait for that, hence the barrier.
+        # The buffer is free once all stores but the last BUFFERS - 1 have read theirs.
         tma.store_wait(BUFFERS - 1)
-        gl.thread_barrier()
         buffer.reshape([ROWS, WIDTH]).store(piece.to(y.dtype))
         fence_async_shared()
-        coordinates = [_RAGGED_ROWS, end, _RAGGED_ROWS - end + first, column + i * WIDTH]
-        tma.async_copy_shared_to_global(y, coordinates, buffer)
+        tma.async_copy_shared_to_global(y, [FAR, end, FAR - end + first, column + i * WIDTH], buffer)
 
 
 @gluon.jit
-def _multiply_tiles(y, bias, rings, staging, bars, turns, row_tiles, used, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    # The multiplier number GROUP: every second of the program's tiles.
-    _, empty = bars
+def _consume(y, bias, ring, staging, turns, row_tiles, used, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # Every second of the program's tiles.
+    _, _, _, empty = ring
     STAGES: gl.constexpr = P.stages
     STEPS: gl.constexpr = P.steps
     BM: gl.constexpr = P.block_m
     BN: gl.constexpr = P.block_n
-    STRIDE: gl.constexpr = _GROUPS * P.stride
+    STRIDE: gl.constexpr = GROUPS * P.stride
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     zeros = gl.zeros([BM, BN], gl.float32, LAYOUT)
     start = gl.program_id(0) + GROUP * P.stride
@@ -249,17 +237,17 @@ def _multiply_tiles(y, bias, rings, staging, bars, turns, row_tiles, used, GROUP
     for tile in range(start, stop, STRIDE):
         turn = (tile - start) // STRIDE
         expert, first, end, column = place
-        step = (turn * _GROUPS + GROUP) * STEPS
-        # The first group finds its first turn free: the phase before a barrier's first counts as complete.
+        step = (turn * GROUPS + GROUP) * STEPS
+        # The first group finds its first turn free: the phase before a barrier's first counts as over.
         mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
-        acc = _multiply(rings, bars, step, zeros, False, P)
+        acc = _multiply(ring, step, zeros, False, P)
         if STEPS == 1:
             mbarrier.arrive(turns.index(1 - GROUP))
         # Loads of which one waits for the other: behind the first product.
         place = _place(gl.minimum(tile + STRIDE, stop - 1), row_tiles, P)
         acc = warpgroup_mma_wait(1, deps=[acc])
         for k in range(1, STEPS):
-            acc = _multiply(rings, bars, step + k, acc, True, P)
+            acc = _multiply(ring, step + k, acc, True, P)
             # Every product of this tile has been started: the tensor cores may take the other group's next.
             mbarrier.arrive(turns.index(1 - GROUP), pred=k == STEPS - 1)
             acc = warpgroup_mma_wait(1, deps=[acc])
@@ -267,7 +255,6 @@ def _multiply_tiles(y, bias, rings, staging, bars, turns, row_tiles, used, GROUP
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STEPS - 1) % STAGES))
         _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP, P)
-    # Shared memory must outlive the stores that read it.
     tma.store_wait(0)
 
 
@@ -281,7 +268,7 @@ def _name(specialization: Any) -> str:
 def contiguous_kernel(  # type: ignore[no-untyped-def]
     a,  # descriptor of (R, k), box (block_m, block_k)
     b,  # descriptor of (E, columns, k), box (1, block_n, block_k), or of (E, k, columns), box (1, block_k, block_n)
-    y,  # `_rows_by_expert` of (R, columns), box (1, 1, block_m, block_n // slices)
+    y,  # ragged descriptor of (R, columns), box (block_m, block_n // slices)
     bias,  # (E, columns), not read without has_bias
     tile_expert,
     tile_row,
@@ -290,61 +277,34 @@ def contiguous_kernel(  # type: ignore[no-untyped-def]
     P: gl.constexpr,
 ):
     STAGES: gl.constexpr = P.stages
-    BUFFERS: gl.constexpr = _GROUPS * P.buffers
+    BUFFERS: gl.constexpr = GROUPS * P.buffers
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
     staging = gl.allocate_shared_memory(y.dtype, [BUFFERS] + y.block_type.shape, y.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # A wait tells one filling of a slot from the next, not from the one after: a group that sits out whole tiles must
+    # A wait tells one filling of a stage from the next, not from the one after: a group that sits out whole tiles must
     # know by its turn that their fillings are over.
-    turns = gl.allocate_shared_memory(gl.int64, [_GROUPS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    for group in gl.static_range(_GROUPS):
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    for group in gl.static_range(GROUPS):
         mbarrier.init(turns.index(group), count=1)
+    publish_barriers()
 
-    rings = (a_ring, b_ring)
-    bars = (full, empty)
+    ring = (a_ring, b_ring, full, empty)
     row_tiles = (tile_expert, tile_row, expert_offsets)
     used = gl.load(num_tiles)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (y, bias, rings, staging, bars, turns, row_tiles, used, 0, P)),
-            (_multiply_tiles, (y, bias, rings, staging, bars, turns, row_tiles, used, 1, P)),
-            (_load_tiles, (a, b, rings, bars, row_tiles, used, P)),
+            (_consume, (y, bias, ring, staging, turns, row_tiles, used, 0, P)),
+            (_consume, (y, bias, ring, staging, turns, row_tiles, used, 1, P)),
+            (_produce, (a, b, ring, row_tiles, used, P)),
         ],
-        [gl.num_warps(), 1],
-        [_REGISTERS, _LOADER_REGISTERS],
+        [gl.num_warps(), PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-@functools.cache
-def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
-
-
-def _boxes(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), box, _layout(tuple(box), tensor.dtype))
-
-
-def _rows_by_expert(y: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """y (R, d) in boxes of (rows, width) that are cut off at any row one likes: at an expert's end.
-
-    TMA cuts boxes off at the ends of a tensor only. So the rows are given an axis that ends, for every expert, at the
-    same index M, and two axes before it that shift its end to where the expert's rows end. The box whose first row is
-    ``first`` of an expert that ends at ``end`` has the coordinates (M, end, M - end + first, column): with the strides
-    (2^34 - d, d, d, 1) that is element
-
-        M (2^34 - d) + end d + (M - end + first) d + column = first d + column + M 2^34,
-
-    whose last summand vanishes in 64-bit byte addresses (M = 2^30). `triton.tools.ragged_tma` does the same.
-    """
-    d = y.shape[1]
-    box = [1, 1, rows, width]
-    shape = [0x7FFF0000, 0x7FFF0000, _RAGGED_ROWS.value, d]
-    return TensorDescriptor(y, shape, [2**34 - d, d, d, 1], box, _layout(tuple(box), y.dtype))
 
 
 @functools.cache
@@ -365,13 +325,14 @@ def _run(
     options = options or choose(columns, k)
     tile_count = routing.max_tiles * cdiv(columns, options.block_n)
     stride = tiles.multiprocessors(a.device)
-    b_box = [1, options.block_n, options.block_k] if b_transposed else [1, options.block_k, options.block_n]
+    a, b = tiles.dense(a), tiles.dense(b)
+    b_box = (1, options.block_n, options.block_k) if b_transposed else (1, options.block_k, options.block_n)
     _launcher(columns, k, b_transposed, bias is not None, block_m, stride, options)(
         (min(stride, tile_count),),
         (
-            _boxes(tiles.dense(a), [block_m, options.block_k]),
-            _boxes(tiles.dense(b), b_box),
-            _rows_by_expert(y, block_m, options.block_n // options.slices),
+            descriptor(a, a.shape, (k, 1), (block_m, options.block_k)),
+            descriptor(b, b.shape, (columns * k, b.shape[2], 1), b_box),
+            ragged(y, y.shape, (columns, 1), (block_m, options.block_n // options.slices)),
             y if bias is None else bias.contiguous(),
             *routing.row_tiles,
         ),
@@ -380,12 +341,7 @@ def _run(
 
 @functools.cache
 def _launcher(*plan: Any) -> Launcher:
-    return Launcher(contiguous_kernel, {"P": make_plan(*plan)}, num_warps=_WARPS, maxnreg=_ENTRY_REGISTERS)
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in _DTYPES:
-        raise ValueError(f"{dtype}: wgmma here multiplies {' or '.join(map(str, _DTYPES))}")
+    return Launcher(contiguous_kernel, {"P": make_plan(*plan)}, num_warps=CONSUMER_WARPS, maxnreg=ENTRY_REGISTERS)
 
 
 def down_projection(
@@ -399,7 +355,7 @@ def down_projection(
     """
     experts, d, n = w2.shape
     rows = routing.rows
-    _check_dtype(a.dtype)
+    check_dtype(a.dtype)
     tiles.check_width("d", d, a.dtype)
     tiles.check_width("n", n, a.dtype)
     tiles.check_shape("a", a, (rows, n), a.dtype, a.device)
@@ -423,7 +379,7 @@ def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, options: Option
     """
     experts, hidden, d = w1.shape
     rows = routing.rows
-    _check_dtype(grad_h.dtype)
+    check_dtype(grad_h.dtype)
     tiles.check_width("d", d, grad_h.dtype)
     tiles.check_width("H's width", hidden, grad_h.dtype)
     tiles.check_shape("grad_h", grad_h, (rows, hidden), grad_h.dtype, grad_h.device)

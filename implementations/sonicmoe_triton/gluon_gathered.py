@@ -7,12 +7,11 @@ matrix of HALVES N columns in B's place, and (ROWS, SLICE) of one of N columns i
 Half of a tile's rows belong to each of two consumers, which keep pace only as far as the ring makes them, and so find
 the tensor cores free while the other is in its epilogue.
 
-The producer hands out the stages in the order of a common count of steps, a consumer takes them in the same order and
-frees a stage once it has begun with the next. Step i uses stage i % STAGES for the (i // STAGES)-th time; a barrier's
-wait returns once the phase of that parity is over, and the phase before the first counts as over. `full` counts an
-arrival of each producer thread (its 16-byte copies of gathered rows) and one of the thread that announces the TMA's
-bytes; `empty` counts one of each consumer. No wait is ever two phases ahead, where parities would look alike: a
-consumer waits for step i after it has freed step i - 2, the producer for the stage that it filled last but STAGES.
+The producer hands out the stages in the order of the steps (gluon_common.py), a consumer takes them in the same order
+and frees a stage once it has begun with the next. `full` counts an arrival of each producer thread (its 16-byte copies
+of gathered rows) and one of the thread that announces the TMA's bytes; `empty` counts one of each consumer. No wait is
+ever two phases ahead: a consumer waits for step i after it has freed step i - 2, the producer for the stage that it
+filled last but STAGES.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,29 +35,27 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import _value_and_slope
+from implementations.sonicmoe_triton.gluon_common import (
+    CONSUMER_WARPS,
+    FAR,
+    GROUPS,
+    descriptor,
+    publish_barriers,
+    ragged,
+    release_before,
+    wait_full,
+)
 from implementations.sonicmoe_triton.tiles import Tile
 
 #: Rows of a tile. With 64 a step's operands would be read for too little work.
 BLOCK_M = gl.constexpr(128)
-#: Consumers, the rows of each, and a consumer's warps.
-GROUPS = gl.constexpr(2)
+#: Rows of each consumer.
 ROWS = gl.constexpr(64)
-CONSUMER_WARPS = 4
 #: Warps of the producer: enough threads to keep the 16-byte copies of a whole step in flight.
 PRODUCER_WARPS = gl.constexpr(4)
-#: Registers of a thread at the start, then of a consumer's and of the producer's, which come to no more.
-ENTRY_REGISTERS = 168
+#: Registers of a consumer's thread and of the producer's, from `ENTRY_REGISTERS`.
 CONSUMER_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)
-
-#: Ragged descriptors, as in triton.tools.ragged_tma: two leading dimensions of strides 2^34 - s and s, where s is a
-#: row's, and FAR rows. The box at (FAR, end, FAR - size) starts `size` rows before `end`, since FAR (2^34 - s) elements
-#: of 2 bytes are -FAR s modulo 2^64 bytes, and its rows from `end` on are out of bounds.
-FAR = gl.constexpr(2**30)
-_EXTENT = 0x7FFF0000
-
-#: Gluon's names of the dtypes that these kernels know.
-ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -160,32 +156,8 @@ def make_ring(b, P: gl.constexpr):  # type: ignore[no-untyped-def]
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=32 * PRODUCER_WARPS + 1)
         mbarrier.init(empty.index(stage), count=GROUPS)
+    publish_barriers()
     return a_ring, b_ring, full, empty
-
-
-@gluon.jit
-def wait_full(full, step):  # type: ignore[no-untyped-def]
-    """A consumer's wait for what the step brings; returns its stage."""
-    STAGES: gl.constexpr = full.shape[0]
-    stage = step % STAGES
-    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-    return stage
-
-
-@gluon.jit
-def wait_empty(empty, step):  # type: ignore[no-untyped-def]
-    """The producer's wait until the step's stage may be overwritten; returns the stage."""
-    STAGES: gl.constexpr = empty.shape[0]
-    stage = step % STAGES
-    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    return stage
-
-
-@gluon.jit
-def release_before(empty, step):  # type: ignore[no-untyped-def]
-    """Free the stage of the step before this one."""
-    STAGES: gl.constexpr = empty.shape[0]
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
 
 
 @gluon.jit
@@ -252,8 +224,9 @@ def contract(ring, step, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr, P: gl.co
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     acc = gl.zeros((ROWS, BN), gl.float32, layout)
     for k in range(0, P.d, BK):
-        stage = wait_full(full, step)
-        # The gathered rows were written by ordinary copies; the tensor cores read through the asynchronous proxy.
+        stage = step % P.stages
+        wait_full(full, step)
+        # The gathered rows were written by ordinary copies.
         fence_async_shared()
         if TRANSPOSED:
             b = b_ring.index(stage).reshape([BN, BK]).permute((1, 0))
@@ -264,19 +237,9 @@ def contract(ring, step, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr, P: gl.co
         if k == 0:
             # The stage before this one is the last slice of the tile before, and may still be on its way out.
             tma.store_wait(0)
-        release_before(empty, step)
+        release_before(empty, step, step > 0)
         step += 1
     return warpgroup_mma_wait(0, deps=(acc,)), step
-
-
-@gluon.jit
-def column_slices(acc, SLICE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The accumulator (ROWS, …) as a tuple of neighbouring slices of SLICE columns, without moving anything."""
-    if acc.shape[1] == SLICE:
-        return (acc,)
-    else:
-        left, right = gl.split(gl.permute(gl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
-        return column_slices(left, SLICE) + column_slices(right, SLICE)
 
 
 @gluon.jit
@@ -390,37 +353,15 @@ def store_slice(  # type: ignore[no-untyped-def]
         gl.store(narrow + first.to(gl.int64) * N + row[:, None] * N + columns[None, :], value, mask=mask)
 
 
-@functools.cache
-def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(box), ELEMENTS[dtype])
-
-
-def boxes(tensor: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    """A descriptor that moves `box` of a tensor seen as `shape` and `strides`."""
-    return TensorDescriptor(tensor, shape, strides, box, _layout(tuple(box), tensor.dtype))
-
-
-def boxes_of_halves(tensor: Tensor, halves: int, options: Options, ragged: bool = False) -> TensorDescriptor:
-    """Of a matrix (R, HALVES N) as (HALVES, R, N), so that a box ends where a half ends."""
+def boxes_of_halves(tensor: Tensor, halves: int, options: Options, cut: bool = False) -> TensorDescriptor:
+    """Of a matrix (R, HALVES N) as (HALVES, R, N), so that a box ends where a half ends; ragged if `cut`."""
     rows, width = tensor.shape
     n = width // halves
-    box = [halves, ROWS.value, options.slice]
-    if ragged:
-        far = [_EXTENT, _EXTENT, halves, FAR.value, n]
-        return boxes(tensor, far, [2**34 - width, width, n, width, 1], [1, 1, *box])
-    return boxes(tensor, [halves, rows, n], [n, width, 1], box)
+    make = ragged if cut else descriptor
+    return make(tensor, (halves, rows, n), (n, width, 1), (halves, ROWS.value, options.slice))
 
 
-def boxes_of_rows(tensor: Tensor, options: Options, ragged: bool = False) -> TensorDescriptor:
-    """Of a matrix (R, N)."""
-    rows, n = tensor.shape
-    box = [ROWS.value, options.slice]
-    if ragged:
-        return boxes(tensor, [_EXTENT, _EXTENT, FAR.value, n], [2**34 - n, n, n, 1], [1, 1, *box])
-    return boxes(tensor, [rows, n], [n, 1], box)
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Raises ValueError for a dtype that these kernels do not know."""
-    if dtype not in ELEMENTS:
-        raise ValueError(f"{dtype}: warp-specialised kernels take {', '.join(map(str, ELEMENTS))}")
+def boxes_of_rows(tensor: Tensor, options: Options, cut: bool = False) -> TensorDescriptor:
+    """Of a matrix (R, N); ragged if `cut`."""
+    make = ragged if cut else descriptor
+    return make(tensor, tensor.shape, (tensor.shape[1], 1), (ROWS.value, options.slice))

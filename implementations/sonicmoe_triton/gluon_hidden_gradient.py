@@ -1,6 +1,6 @@
 """`hidden_gradient` for Hopper, warp-specialised: the same results as the plain twin beside this file.
 
-Three partitions walk through one ring of stages (gluon_gathered.py):
+Three partitions walk through one ring of stages (gluon_common.py, gluon_gathered.py):
 
 - Producer (4 warps, few registers): gathered rows of dO by cp.async and boxes of W2 by TMA, then the slices of the
   tile's H. It runs a whole ring ahead, so that H and the next tile's first steps arrive while the consumers are busy.
@@ -21,21 +21,26 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import is_gated
-from implementations.sonicmoe_triton.gluon_gathered import (
-    CONSUMER_REGISTERS,
+from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
     GROUPS,
+    check_dtype,
+    column_slices,
+    descriptor,
+    release_before,
+    wait_empty,
+    wait_full,
+)
+from implementations.sonicmoe_triton.gluon_gathered import (
+    CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     PRODUCER_WARPS,
     ROWS,
     Options,
     Plan,
-    boxes,
     boxes_of_halves,
     boxes_of_rows,
-    check_dtype,
-    column_slices,
     contract,
     copy_rows,
     gathered_rows,
@@ -44,12 +49,9 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     make_options,
     make_plan,
     make_ring,
-    release_before,
     rows_of_group,
     store_slice,
     value_and_slope,
-    wait_empty,
-    wait_full,
     widen,
 )
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
@@ -66,14 +68,16 @@ def _produce(ring, row_tiles, num_tiles, operands, P: gl.constexpr):  # type: ig
         column = tile % P.column_tiles * P.columns
         rows = gathered_rows(grad_out, gather, first, size, P)
         for k in range(0, P.d, P.block_k):
-            stage = wait_empty(empty, step)
+            stage = step % P.stages
+            wait_empty(empty, step)
             barrier = full.index(stage)
             mbarrier.expect(barrier, w2.block_type.nbytes)
             tma.async_copy_global_to_shared(w2, [expert, k, column], barrier, b_ring.index(stage))
             copy_rows(a_ring.index(stage), rows, k, barrier, P)
             step += 1
         for slice_column in range(column, column + P.columns, P.slice):
-            stage = wait_empty(empty, step)
+            stage = step % P.stages
+            wait_empty(empty, step)
             barrier = full.index(stage)
             mbarrier.expect(barrier, GROUPS * h.block_type.nbytes)
             # A tail tile's boxes read rows of the next expert: harmless, and nothing of them is stored.
@@ -122,7 +126,8 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
         for i in gl.static_range(SLICES):
             column = column_tile * P.columns + i * SLICE
             grad = gl.convert_layout(grads[i], layout, assert_trivial=True)
-            stage = wait_full(full, step)
+            stage = step % P.stages
+            wait_full(full, step)
             box = halves_of_group(b_ring.index(stage), GROUP, P)
             halves = box._reinterpret(dtype, [HALVES, ROWS, SLICE], h_layout)
             gate = widen(halves.index(0).load(layout))
@@ -139,10 +144,9 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
             )  # fmt: skip
             # The stage before: a finished step of the contraction, or a slice whose two boxes this waits for.
             tma.store_wait(2)
-            release_before(empty, step)
+            release_before(empty, step, step > 0)
             step += 1
         gl.store(partial_scores + column_tile.to(gl.int64) * R + first + rows, ds, mask=inside)
-    # Shared memory must outlive the stores that read it.
     tma.store_wait(0)
 
 
@@ -236,7 +240,7 @@ def hidden_gradient(
         (grid,),
         (
             tiles.dense(grad_out),
-            boxes(tiles.dense(w2), [experts, d, n], [d * n, n, 1], [1, tile.block_k, tile.block_n]),
+            descriptor(tiles.dense(w2), (experts, d, n), (d * n, n, 1), (1, tile.block_k, tile.block_n)),
             boxes_of_halves(tiles.dense(h), halves, options),
             row_scores.contiguous(),
             boxes_of_halves(grad_h, halves, options, options.ragged),

@@ -1,6 +1,6 @@
 """`up_projection` for Hopper, warp-specialised: the same results as the plain twin beside this file.
 
-Three partitions walk through one ring of stages (gluon_gathered.py):
+Three partitions walk through one ring of stages (gluon_common.py, gluon_gathered.py):
 
 - Producer (4 warps, few registers): gathered rows of x by cp.async and boxes of W1 by TMA; then it hands out as many
   stages as the tile has slices, with nothing in them. Meanwhile the ring's other stages fill with the next tile.
@@ -21,20 +21,25 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import is_gated
-from implementations.sonicmoe_triton.gluon_gathered import (
-    CONSUMER_REGISTERS,
+from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
+    check_dtype,
+    column_slices,
+    descriptor,
+    release_before,
+    wait_empty,
+    wait_full,
+)
+from implementations.sonicmoe_triton.gluon_gathered import (
+    CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     PRODUCER_WARPS,
     ROWS,
     Options,
     Plan,
-    boxes,
     boxes_of_halves,
     boxes_of_rows,
-    check_dtype,
-    column_slices,
     contract,
     copy_rows,
     gathered_rows,
@@ -43,12 +48,9 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     make_options,
     make_plan,
     make_ring,
-    release_before,
     rows_of_group,
     store_slice,
     value_and_slope,
-    wait_empty,
-    wait_full,
 )
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
@@ -64,14 +66,16 @@ def _produce(ring, row_tiles, num_tiles, operands, P: gl.constexpr):  # type: ig
         column = tile % P.column_tiles * P.columns
         rows = gathered_rows(x, gather, first, size, P)
         for k in range(0, P.d, P.block_k):
-            stage = wait_empty(empty, step)
+            stage = step % P.stages
+            wait_empty(empty, step)
             barrier = full.index(stage)
             mbarrier.expect(barrier, w1.block_type.nbytes)
             tma.async_copy_global_to_shared(w1, [expert * P.halves, column, k], barrier, b_ring.index(stage))
             copy_rows(a_ring.index(stage), rows, k, barrier, P)
             step += 1
         for _ in range(P.slices):
-            barrier = full.index(wait_empty(empty, step))
+            wait_empty(empty, step)
+            barrier = full.index(step % P.stages)
             mbarrier.arrive(barrier, count=1)
             async_copy.mbarrier_arrive(barrier, increment_count=False)
             step += 1
@@ -108,16 +112,16 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
             activated, _ = value_and_slope(gate, ACTIVATION)
             if HALVES == 2:
                 activated = activated * up
-            stage = wait_full(full, step)
+            stage = step % P.stages
+            wait_full(full, step)
             store_slice(
                 gate, up, activated, rows_of_group(a_ring.index(stage), GROUP),
                 halves_of_group(b_ring.index(stage), GROUP, P), h_boxes, a_boxes, h, a, first, size, column, P,
             )  # fmt: skip
             # The stage before: a finished step of the contraction, or a slice whose two boxes this waits for.
             tma.store_wait(2)
-            release_before(empty, step)
+            release_before(empty, step, step > 0)
             step += 1
-    # Shared memory must outlive the stores that read it.
     tma.store_wait(0)
 
 
@@ -207,7 +211,7 @@ def up_projection(
         (grid,),
         (
             tiles.dense(x),
-            boxes(tiles.dense(w1), [halves * experts, n, d], [n * d, d, 1], [halves, columns, tile.block_k]),
+            descriptor(tiles.dense(w1), (halves * experts, n, d), (n * d, d, 1), (halves, columns, tile.block_k)),
             x if bias1 is None else bias1.contiguous(),
             boxes_of_halves(h, halves, options, options.ragged),
             boxes_of_rows(a, options, options.ragged),

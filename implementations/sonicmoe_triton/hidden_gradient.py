@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import activation_backward, is_gated
+from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
 from implementations.sonicmoe_triton.rows import gathered, load_step, locate
 from implementations.sonicmoe_triton.tiles import Tile
@@ -208,11 +209,13 @@ def hidden_gradient(
         return grad_h, scaled_a, torch.empty(1, 0, dtype=torch.float32, device=device)
     tile = tile or tiles.choose(tiles.HIDDEN_GRADIENT, d, n, grad_out.element_size(), routing.block_m)
     tiles.check_block_m(tile, routing.block_m)
-    column_tiles = triton.cdiv(n, tile.block_n)
+    column_tiles = cdiv(n, tile.block_n)
     partial_scores = torch.empty(column_tiles, rows, dtype=torch.float32, device=device)
-    grid, options = tiles.launch(tile, routing.max_tiles * column_tiles, grad_out)
-    with torch.cuda.device_of(grad_out):
-        hidden_gradient_kernel[(grid,)](
+    tiles.launch(
+        hidden_gradient_kernel,
+        tile,
+        routing.max_tiles * column_tiles,
+        (
             grad_out.contiguous(),
             TensorDescriptor.from_tensor(tiles.dense(w2), [1, tile.block_k, tile.block_n]),
             h.contiguous(),
@@ -223,12 +226,13 @@ def hidden_gradient(
             routing.gather,
             *routing.row_tiles,
             rows,
-            D=d,
-            N=n,
-            HALVES=halves,
-            ACTIVATION=activation,
-            SLICE=SLICE,
-            FLATTEN=tile.flatten,
-            **options,
-        )
+        ),
+        grad_out,
+        D=d,
+        N=n,
+        HALVES=halves,
+        ACTIVATION=activation,
+        SLICE=SLICE,
+        FLATTEN=tile.flatten,
+    )
     return grad_h, scaled_a, partial_scores

@@ -1,12 +1,17 @@
 """The six grouped GEMMs as the layer calls them: on Hopper the warp-specialised kernels in Gluon, elsewhere (and for
 float32 and in the interpreter) their plain twins in `tl.dot`. Both compute the same, so that the twins check them.
+
+On Hopper the table of `tuned` has its say: for some widths it has other options than the Gluon kernel would choose, and
+for some the plain twin instead. Entries of the up-projection and of dH, whose tiles depend on the activation's halves,
+were measured with a gated activation and count for gated ones only; the other kernels do not know the activation.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,70 +45,89 @@ def on_hopper(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and _is_hopper(tensor.device)
 
 
+OptionsT = TypeVar("OptionsT")
+
+
+class Choice(NamedTuple, Generic[OptionsT]):
+    """The plain twin, or the Gluon kernel with its options.
+
+    Attributes:
+        plain: take the twin.
+        options: the Gluon kernel's; None for those that it chooses itself.
+    """
+
+    plain: bool
+    options: OptionsT | None = None
+
+
+def _choice(
+    kernel: str, make: Callable[..., OptionsT], d: int, width: int, operand: Tensor, gated: bool = True
+) -> Choice[OptionsT]:
+    """What a kernel of `tiles`, whose options `make` makes, runs as; d and width as `tuned.overrides` has them."""
+    if not on_hopper(operand):
+        return Choice(plain=True)
+    return _tuned(kernel, make, d, width) if gated else Choice(plain=False)
+
+
 @functools.cache
-def _tuned(kernel: str, d: int, width: int, halves: int) -> Any:
+def _tuned(kernel: str, make: Callable[..., OptionsT], d: int, width: int) -> Choice[OptionsT]:
     found = overrides(kernel, d, width)
-    if found is None or found is PLAIN:
-        return found
-    if kernel in (tiles.UP_PROJECTION, tiles.HIDDEN_GRADIENT):
-        return gluon_gathered.make_options(halves=halves, **found)
-    contiguous = kernel in (tiles.DOWN_PROJECTION, tiles.INPUT_GRADIENT)
-    return gluon_contiguous.Options(**found) if contiguous else gluon_weight_gradient.Options(**found)
-
-
-def _choice(kernel: str, d: int, width: int, operand: Tensor, halves: int = 1) -> Any:
-    """The Gluon kernel's options by the table (None: its own choice), or `PLAIN`: the plain twin must do."""
-    return _tuned(kernel, d, width, halves) if on_hopper(operand) else PLAIN
+    if found is None:
+        return Choice(plain=False)
+    return Choice(plain=True) if found == PLAIN else Choice(plain=False, options=make(**found))
 
 
 def up_projection(
     x: Tensor, w1: Tensor, routing: Routing, activation: str, bias1: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(h (R, 2n), a (R, n)); see the twin in `up_projection`."""
-    halves = 2 if is_gated(activation) else 1
-    found = _choice(tiles.UP_PROJECTION, w1.shape[2], w1.shape[1] // halves, x, halves)
-    if found is PLAIN:
+    gated = is_gated(activation)
+    n = w1.shape[1] // (2 if gated else 1)
+    choice = _choice(tiles.UP_PROJECTION, gluon_gathered.make_options, w1.shape[2], n, x, gated)
+    if choice.plain:
         return plain_up_projection.up_projection(x, w1, routing, activation, bias1)
-    return gluon_up_projection.up_projection(x, w1, routing, activation, bias1, found)
+    return gluon_up_projection.up_projection(x, w1, routing, activation, bias1, choice.options)
 
 
 def down_projection(a: Tensor, w2: Tensor, routing: Routing, bias2: Tensor | None = None) -> Tensor:
     """y (R, d); see the twin in `contiguous_gemm`."""
-    found = _choice(tiles.DOWN_PROJECTION, w2.shape[1], w2.shape[2], a)
-    if found is PLAIN:
+    choice = _choice(tiles.DOWN_PROJECTION, gluon_contiguous.Options, w2.shape[1], w2.shape[2], a)
+    if choice.plain:
         return contiguous_gemm.down_projection(a, w2, routing, bias2)
-    return gluon_contiguous.down_projection(a, w2, routing, bias2, found)
+    return gluon_contiguous.down_projection(a, w2, routing, bias2, choice.options)
 
 
 def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing) -> Tensor:
     """grad_rows (R, d); see the twin in `contiguous_gemm`."""
-    found = _choice(tiles.INPUT_GRADIENT, w1.shape[2], w1.shape[1], grad_h)
-    if found is PLAIN:
+    choice = _choice(tiles.INPUT_GRADIENT, gluon_contiguous.Options, w1.shape[2], w1.shape[1], grad_h)
+    if choice.plain:
         return contiguous_gemm.input_gradient(grad_h, w1, routing)
-    return gluon_contiguous.input_gradient(grad_h, w1, routing, found)
+    return gluon_contiguous.input_gradient(grad_h, w1, routing, choice.options)
 
 
 def hidden_gradient(
     grad_out: Tensor, w2: Tensor, h: Tensor, row_scores: Tensor, routing: Routing, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad_h like h, scaled_a (R, n), partial_scores (C, R)); see the twin in `hidden_gradient`."""
-    found = _choice(tiles.HIDDEN_GRADIENT, w2.shape[1], w2.shape[2], grad_out, 2 if is_gated(activation) else 1)
-    if found is PLAIN:
+    make = gluon_gathered.make_options
+    choice = _choice(tiles.HIDDEN_GRADIENT, make, w2.shape[1], w2.shape[2], grad_out, is_gated(activation))
+    if choice.plain:
         return plain_hidden_gradient.hidden_gradient(grad_out, w2, h, row_scores, routing, activation)
-    return gluon_hidden_gradient.hidden_gradient(grad_out, w2, h, row_scores, routing, activation, found)
+    return gluon_hidden_gradient.hidden_gradient(grad_out, w2, h, row_scores, routing, activation, choice.options)
 
 
 def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing) -> Tensor:
     """grad_w1 (E, 2n, d); see the twin in `weight_gradient`."""
-    found = _choice(tiles.UP_WEIGHT_GRADIENT, x.shape[1], grad_h.shape[1], x)
-    if found is PLAIN:
+    choice = _choice(tiles.UP_WEIGHT_GRADIENT, gluon_weight_gradient.Options, x.shape[1], grad_h.shape[1], x)
+    if choice.plain:
         return weight_gradient.up_weight_gradient(grad_h, x, routing)
-    return gluon_weight_gradient.up_weight_gradient(grad_h, x, routing, found)
+    return gluon_weight_gradient.up_weight_gradient(grad_h, x, routing, choice.options)
 
 
 def down_weight_gradient(grad_out: Tensor, scaled_a: Tensor, routing: Routing) -> Tensor:
     """grad_w2 (E, d, n); see the twin in `weight_gradient`."""
-    found = _choice(tiles.DOWN_WEIGHT_GRADIENT, grad_out.shape[1], scaled_a.shape[1], grad_out)
-    if found is PLAIN:
+    make = gluon_weight_gradient.Options
+    choice = _choice(tiles.DOWN_WEIGHT_GRADIENT, make, grad_out.shape[1], scaled_a.shape[1], grad_out)
+    if choice.plain:
         return weight_gradient.down_weight_gradient(grad_out, scaled_a, routing)
-    return gluon_weight_gradient.down_weight_gradient(grad_out, scaled_a, routing, found)
+    return gluon_weight_gradient.down_weight_gradient(grad_out, scaled_a, routing, choice.options)

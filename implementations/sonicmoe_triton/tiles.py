@@ -6,13 +6,14 @@ Each kernel has one, narrowed to the widths at hand. NOTES.md says what they res
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from implementations.sonicmoe_triton.launching import next_power_of_2
+from implementations.sonicmoe_triton.launching import Launcher, next_power_of_2
 
 UP_PROJECTION = "up_projection"
 DOWN_PROJECTION = "down_projection"
@@ -114,21 +115,27 @@ def programs(tile: Tile, tiles: int, device: torch.device) -> tuple[int, int]:
     return min(stride, tiles), stride
 
 
-def launch(tile: Tile, tiles: int, like: Tensor) -> tuple[int, dict[str, Any]]:
-    """(grid, the keyword arguments that all six kernels take) of a persistent launch over at most ``tiles`` tiles.
+def launch(kernel: Any, tile: Tile, tiles: int, args: Sequence[Any], like: Tensor, **constants: Any) -> None:
+    """Launch one of the six plain kernels, persistent, over at most ``tiles`` tiles.
 
     Args:
-        like: a tensor of the operands' dtype and device."""
+        args: all that are no constexprs.
+        like: a tensor of the operands' dtype and device.
+        constants: the constexprs, but for those that all six kernels have."""
     grid, stride = programs(tile, tiles, like.device)
-    return grid, {
-        "PRECISION": precision(like.dtype),
+    _launcher(kernel, tile, stride, precision(like.dtype), **constants)((grid,), args)
+
+
+@functools.cache
+def _launcher(kernel: Any, tile: Tile, stride: int, precision: str, **constants: Any) -> Launcher:
+    constants |= {
+        "PRECISION": precision,
         "BM": tile.block_m,
         "BN": tile.block_n,
         "BK": tile.block_k,
         "PROGRAMS": stride,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
     }
+    return Launcher(kernel, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 @functools.cache
@@ -147,7 +154,8 @@ def check_block_m(tile: Tile, block_m: int) -> None:
 def check_width(name: str, width: int, dtype: torch.dtype) -> None:
     """Raises ValueError where a row of `width` elements is not a positive multiple of 16 bytes, as TMA wants."""
     if width < 1 or width * dtype.itemsize % 16:
-        raise ValueError(f"{name} = {width} is no multiple of {16 // dtype.itemsize} ({dtype} rows of 16 bytes)")
+        multiple = 16 // dtype.itemsize
+        raise ValueError(f"{name} = {width}: must be a multiple of {multiple} in {dtype} (rows of 16 bytes)")
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -4,8 +4,9 @@
     python -m implementations.sonicmoe_triton.tune --shape 24576,1536,256,128,8
 
 Every candidate is compiled first (in parallel), then checked against the first one and timed: all candidates of a
-kernel take turns, each turn a CUDA graph of several launches. A candidate takes the place of the kernel's default only
-where it is faster by more than `MARGIN`. What was measured goes to a file beside the GPU's results.
+kernel take turns, each turn a CUDA graph of several launches. A candidate takes the place of what the kernel chooses
+itself only where it is faster by more than `MARGIN`. The activation is swiglu: entries of the up-projection and of dH
+hold for gated activations (see `kernels`). What was measured goes to a file beside the GPU's results.
 """
 
 from __future__ import annotations
@@ -36,39 +37,34 @@ MARGIN = 0.01
 ROUNDS = 7
 #: Of one turn, milliseconds.
 TURN_MS = 8.0
-#: What differs from each kernel's default; the first is the default, `PLAIN` the twin with its own choice of tile.
-_CONTIGUOUS: list[dict[str, Any]] = [
-    {},
+#: What the kernel chooses itself.
+DEFAULT = None
+Candidate = Mapping[str, Any] | None
+#: For each kernel: `DEFAULT`, keyword arguments of its options, and `PLAIN`, the twin with its own choice of tile.
+_CONTIGUOUS: list[Candidate] = [
+    DEFAULT,
     {"by_expert": True},
     {"by_expert": True, "slices": 4, "buffers": 2},
     {"slices": 4, "buffers": 2},
     {"stages": 5, "slices": 2, "buffers": 2},
-    dict(PLAIN),
+    PLAIN,
 ]
 _GATHERED_COLUMNS = {"gathered": 256, "dense": 128, "gathered_rows": False}
-_WEIGHTS: list[dict[str, Any]] = [
-    {},
+_WEIGHTS: list[Candidate] = [
+    DEFAULT,
     _GATHERED_COLUMNS | {"slice_columns": 64, "buffers": 2},
     _GATHERED_COLUMNS | {"slice_columns": 128, "buffers": 1},
-    dict(PLAIN),
+    PLAIN,
 ]
-CANDIDATES: dict[str, list[dict[str, Any]]] = {
-    tiles.UP_PROJECTION: [
-        {"block_n": 256, "ragged": False},
-        {"block_n": 256, "ragged": True},
-        dict(PLAIN),
-    ],
+CANDIDATES: dict[str, list[Candidate]] = {
+    tiles.UP_PROJECTION: [DEFAULT, {"block_n": 256, "ragged": True}, PLAIN],
     tiles.DOWN_PROJECTION: _CONTIGUOUS,
-    tiles.HIDDEN_GRADIENT: [
-        {"block_n": 256, "ragged": True},
-        {"block_n": 256, "ragged": False},
-        dict(PLAIN),
-    ],
+    tiles.HIDDEN_GRADIENT: [DEFAULT, {"block_n": 256, "ragged": False}, PLAIN],
     tiles.INPUT_GRADIENT: _CONTIGUOUS,
     tiles.UP_WEIGHT_GRADIENT: _WEIGHTS,
     tiles.DOWN_WEIGHT_GRADIENT: _WEIGHTS,
 }
-Launch = Callable[[Mapping[str, Any]], Sequence[Tensor]]
+Launch = Callable[[Candidate], Sequence[Tensor]]
 
 
 class Layer:
@@ -97,7 +93,7 @@ class Layer:
         self.grad_h, self.scaled_a, _ = self.launches()[tiles.HIDDEN_GRADIENT](PLAIN)
 
     def launches(self) -> dict[str, Launch]:
-        """Each kernel as a function of its options."""
+        """Each kernel as a function of the candidate."""
         from implementations.sonicmoe_triton import contiguous_gemm, gluon_contiguous, gluon_gathered, weight_gradient
         from implementations.sonicmoe_triton import gluon_weight_gradient as gluon_weights
         from implementations.sonicmoe_triton.gluon_hidden_gradient import hidden_gradient as gluon_hidden_gradient
@@ -106,17 +102,20 @@ class Layer:
         from implementations.sonicmoe_triton.up_projection import up_projection
 
         r = self.routing
-        gathered = functools.partial(gluon_gathered.make_options, halves=2)
 
         def choose(
             plain: Callable[..., Any], gluon: Callable[..., Any], make: Callable[..., Any], *operands: Any
         ) -> Launch:
-            def launch(options: Mapping[str, Any]) -> Sequence[Tensor]:
-                found = plain(*operands) if options == PLAIN else gluon(*operands, options=make(**options))
+            def launch(candidate: Candidate) -> Sequence[Tensor]:
+                if candidate == PLAIN:
+                    found = plain(*operands)
+                else:
+                    found = gluon(*operands, options=None if candidate is DEFAULT else make(**candidate))
                 return [found] if isinstance(found, Tensor) else found
 
             return launch
 
+        gathered = gluon_gathered.make_options
         contiguous, weights = gluon_contiguous.Options, gluon_weights.Options
         return {
             tiles.UP_PROJECTION: choose(
@@ -227,31 +226,30 @@ def tune(shapes: Sequence[MoEShape], kernels: Sequence[str], workers: int) -> li
 
 def _print(shape: MoEShape, kernel: str, rows: Sequence[Mapping[str, Any]]) -> None:
     def text(row: Mapping[str, Any]) -> str:
-        options = ",".join(f"{key}={value}" for key, value in row["options"].items()) or "default"
+        chosen = row["options"]
+        options = "default" if chosen is DEFAULT else ",".join(f"{key}={value}" for key, value in chosen.items())
         return f"{options}: " + (f"{row['ms']:.3f} ({row['tflops']:.0f})" if "ms" in row else row["problem"])
 
     print(f"{shape} {kernel}  " + "  ".join(map(text, rows)), flush=True)
 
 
 def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The winners among rows of `tune`, where they are not the first candidate. Where two shapes ask for the same
-    kernel and widths, the last one counts."""
+    """The winners among rows of `tune`, where they are not the default. Where two shapes ask for the same kernel and
+    widths, the last one counts."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in measured:
-        groups.setdefault((row["shape"], row["kernel"]), []).append(row)
+        if "ms" in row:
+            groups.setdefault((row["shape"], row["kernel"]), []).append(row)
     found: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for rows in groups.values():
-        timed = [row for row in rows if "ms" in row]
-        if not timed:
-            continue
+    for timed in groups.values():
         best = min(timed, key=lambda row: row["ms"])
-        first = rows[0]
-        keys = ("kernel", "d", "width", "options")
-        if "ms" in first and best["ms"] > (1 - MARGIN) * first["ms"]:
-            best = first
-        found[best["kernel"], best["d"], best["width"]] = {key: best[key] for key in keys}
-    defaults = {kernel: candidates[0] for kernel, candidates in CANDIDATES.items()}
-    return [choice for choice in found.values() if choice["options"] != defaults[choice["kernel"]]]
+        for row in timed:
+            if row["options"] is DEFAULT and best["ms"] > (1 - MARGIN) * row["ms"]:
+                best = row
+        found[best["kernel"], best["d"], best["width"]] = {
+            key: best[key] for key in ("kernel", "d", "width", "options")
+        }
+    return [choice for choice in found.values() if choice["options"] is not DEFAULT]
 
 
 def main(

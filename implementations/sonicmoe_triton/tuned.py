@@ -31,5 +31,7 @@ def overrides(kernel: str, d: int, width: int) -> Mapping[str, Any] | None:
     Args:
         kernel: one of the names in `tiles`.
         d: width of an embedding.
-        width: of the other operand: n, but H's width for INPUT_GRADIENT and UP_WEIGHT_GRADIENT."""
+        width: of the other operand: n, but H's width for INPUT_GRADIENT and UP_WEIGHT_GRADIENT.
+
+    Entries of UP_PROJECTION and HIDDEN_GRADIENT are for gated activations."""
     return _choices().get((kernel, d, width))

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.activations import activate, is_gated
+from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
 from implementations.sonicmoe_triton.rows import gathered, load_step, locate
 from implementations.sonicmoe_triton.tiles import Tile
@@ -115,23 +116,19 @@ def up_projection(
     tile = tile or tiles.choose(tiles.UP_PROJECTION, d, n, x.element_size(), routing.block_m, halves)
     tiles.check_block_m(tile, routing.block_m)
     units = tile.block_n // halves
-    grid, options = tiles.launch(tile, routing.max_tiles * triton.cdiv(n, units), x)
     w1_boxes = TensorDescriptor.from_tensor(tiles.dense(w1).view(halves * experts, n, d), [halves, units, tile.block_k])
-    with torch.cuda.device_of(x):
-        up_projection_kernel[(grid,)](
-            x.contiguous(),
-            w1_boxes,
-            x if bias1 is None else bias1.contiguous(),
-            h,
-            a,
-            routing.gather,
-            *routing.row_tiles,
-            D=d,
-            N=n,
-            HALVES=halves,
-            ACTIVATION=activation,
-            HAS_BIAS=bias1 is not None,
-            FLATTEN=tile.flatten,
-            **options,
-        )
+    bias = x if bias1 is None else bias1.contiguous()
+    tiles.launch(
+        up_projection_kernel,
+        tile,
+        routing.max_tiles * cdiv(n, units),
+        (x.contiguous(), w1_boxes, bias, h, a, routing.gather, *routing.row_tiles),
+        x,
+        D=d,
+        N=n,
+        HALVES=halves,
+        ACTIVATION=activation,
+        HAS_BIAS=bias1 is not None,
+        FLATTEN=tile.flatten,
+    )
     return h, a

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
 from implementations.sonicmoe_triton.tiles import Tile
 
@@ -136,20 +137,22 @@ def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing, tile: Tile |
         return torch.zeros(experts, hidden, d, dtype=x.dtype, device=x.device)
     grad_w1 = torch.empty(experts, hidden, d, dtype=x.dtype, device=x.device)
     tile = tile or tiles.choose(tiles.UP_WEIGHT_GRADIENT, d, hidden, x.element_size())
-    count = experts * triton.cdiv(hidden, tile.block_m) * triton.cdiv(d, tile.block_n)
-    grid, options = tiles.launch(tile, count, x)
-    with torch.cuda.device_of(x):
-        up_weight_gradient_kernel[(grid,)](
+    tiles.launch(
+        up_weight_gradient_kernel,
+        tile,
+        experts * cdiv(hidden, tile.block_m) * cdiv(d, tile.block_n),
+        (
             TensorDescriptor.from_tensor(tiles.dense(grad_h), [tile.block_k, tile.block_m]),
             x.contiguous(),
             TensorDescriptor.from_tensor(grad_w1, [1, tile.block_m, tile.block_n]),
             routing.gather,
             routing.expert_offsets,
-            E=experts,
-            M=hidden,
-            D=d,
-            **options,
-        )
+        ),
+        x,
+        E=experts,
+        M=hidden,
+        D=d,
+    )
     return grad_w1
 
 
@@ -170,18 +173,20 @@ def down_weight_gradient(grad_out: Tensor, scaled_a: Tensor, routing: Routing, t
         return torch.zeros(experts, d, n, dtype=dtype, device=device)
     grad_w2 = torch.empty(experts, d, n, dtype=dtype, device=device)
     tile = tile or tiles.choose(tiles.DOWN_WEIGHT_GRADIENT, d, n, grad_out.element_size())
-    count = experts * triton.cdiv(d, tile.block_m) * triton.cdiv(n, tile.block_n)
-    grid, options = tiles.launch(tile, count, grad_out)
-    with torch.cuda.device_of(grad_out):
-        down_weight_gradient_kernel[(grid,)](
+    tiles.launch(
+        down_weight_gradient_kernel,
+        tile,
+        experts * cdiv(d, tile.block_m) * cdiv(n, tile.block_n),
+        (
             grad_out.contiguous(),
             TensorDescriptor.from_tensor(tiles.dense(scaled_a), [tile.block_k, tile.block_n]),
             TensorDescriptor.from_tensor(grad_w2, [1, tile.block_m, tile.block_n]),
             routing.gather,
             routing.expert_offsets,
-            E=experts,
-            D=d,
-            N=n,
-            **options,
-        )
+        ),
+        grad_out,
+        E=experts,
+        D=d,
+        N=n,
+    )
     return grad_w2

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.interface import Layer, Problem
 from harness.registry import ROOT
 
 from .common import HEADLINE, MEDIUM, assert_equal, built, run
@@ -59,6 +61,31 @@ def test_another_stream_and_another_thread_find_the_same() -> None:
     thread.start()
     thread.join()
     assert_equal(found[0], want)
+
+
+def test_two_threads_at_once_find_what_each_finds_alone() -> None:
+    """Of a layer that nobody has run yet, so that they meet while launchers are made and kernels compiled, too."""
+    size = "1000,384,128,8,3"
+    pairs = [built(size), built(size)]
+    torch.cuda.synchronize()
+    together = threading.Barrier(len(pairs))
+
+    def work(layer: Layer, problem: Problem) -> list[list[Tensor]]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = []
+            for _ in range(5):
+                together.wait(timeout=120)
+                found.append(run(layer, problem))
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        threads = [pool.submit(work, *pair) for pair in pairs]
+        found = [result for thread in threads for result in thread.result()]
+    want = run(*pairs[0])
+    for result in found:
+        assert_equal(result, want)
 
 
 def test_launch_hooks_see_every_kernel(asked: list[str]) -> None:

@@ -71,9 +71,9 @@ def test_no_rows() -> None:
 def test_bad_arguments_are_named() -> None:
     routing = cases.routing_of()
     rows, experts = routing.rows, routing.num_experts
-    with pytest.raises(ValueError, match="n = 6 is no multiple of 4"):
+    with pytest.raises(ValueError, match="n = 6: must be a multiple of 4"):
         down_projection(torch.ones(rows, 6), torch.ones(experts, 16, 6), routing)
-    with pytest.raises(ValueError, match="d = 6 is no multiple of 4"):
+    with pytest.raises(ValueError, match="d = 6: must be a multiple of 4"):
         input_gradient(torch.ones(rows, 16), torch.ones(experts, 16, 6), routing)
     with pytest.raises(ValueError, match="a is"):
         down_projection(torch.ones(rows + 1, 16), torch.ones(experts, 16, 16), routing)

@@ -100,5 +100,5 @@ def test_bad_arguments_are_named() -> None:
         hidden_gradient(grad_out, w2, torch.ones(36, 16), scores, routing, "swiglu")
     with pytest.raises(ValueError, match="row_scores is"):
         hidden_gradient(grad_out, w2, torch.ones(36, 32), scores.half(), routing, "swiglu")
-    with pytest.raises(ValueError, match="n = 6 is no multiple of 4"):
+    with pytest.raises(ValueError, match="n = 6: must be a multiple of 4"):
         hidden_gradient(grad_out, torch.ones(5, 16, 6), torch.ones(36, 12), scores, routing, "swiglu")

@@ -80,9 +80,9 @@ def test_bad_arguments_are_named() -> None:
     routing = cases.routing_of()
     tokens, experts = routing.tokens, routing.num_experts
     half = {"dtype": torch.float16}
-    with pytest.raises(ValueError, match="d = 12 is no multiple of 8"):
+    with pytest.raises(ValueError, match="d = 12: must be a multiple of 8"):
         up_projection(torch.ones(tokens, 12, **half), torch.ones(experts, 32, 12, **half), routing, "swiglu")
-    with pytest.raises(ValueError, match="n = 12 is no multiple of 8"):
+    with pytest.raises(ValueError, match="n = 12: must be a multiple of 8"):
         up_projection(torch.ones(tokens, 16, **half), torch.ones(experts, 24, 16, **half), routing, "swiglu")
     with pytest.raises(ValueError, match="w1 is"):
         up_projection(torch.ones(tokens, 16, **half), torch.ones(experts, 32, 16), routing, "swiglu")

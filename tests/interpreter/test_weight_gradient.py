@@ -88,9 +88,9 @@ def test_no_rows() -> None:
 
 def test_bad_arguments_are_named() -> None:
     routing = cases.routing_of()
-    with pytest.raises(ValueError, match="H's width = 6 is no multiple of 4"):
+    with pytest.raises(ValueError, match="H's width = 6: must be a multiple of 4"):
         up_weight_gradient(torch.ones(36, 6), torch.ones(19, 16), routing)
-    with pytest.raises(ValueError, match="n = 6 is no multiple of 4"):
+    with pytest.raises(ValueError, match="n = 6: must be a multiple of 4"):
         down_weight_gradient(torch.ones(19, 16), torch.ones(36, 6), routing)
     with pytest.raises(ValueError, match="grad_h is"):
         up_weight_gradient(torch.ones(35, 16), torch.ones(19, 16), routing)

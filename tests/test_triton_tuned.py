@@ -1,0 +1,174 @@
+"""The table of tuned choices and what becomes of it: every entry makes a kernel, and reaches it by the widths of real
+tensors. Nothing is compiled or launched."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from implementations.sonicmoe_triton import (
+    gluon_contiguous,
+    gluon_gathered,
+    gluon_hidden_gradient,
+    gluon_up_projection,
+    gluon_weight_gradient,
+    kernels,
+    tiles,
+    tune,
+    tuned,
+)
+from implementations.sonicmoe_triton.kernels import Choice
+from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.tuned import PLAIN
+
+ENTRIES: list[dict[str, Any]] = json.loads(tuned.TABLE.read_text())["choices"]
+#: Keyword arguments of which options, for each kernel.
+MAKE: dict[str, Callable[..., Any]] = {
+    tiles.UP_PROJECTION: gluon_gathered.make_options,
+    tiles.DOWN_PROJECTION: gluon_contiguous.Options,
+    tiles.INPUT_GRADIENT: gluon_contiguous.Options,
+    tiles.HIDDEN_GRADIENT: gluon_gathered.make_options,
+    tiles.UP_WEIGHT_GRADIENT: gluon_weight_gradient.Options,
+    tiles.DOWN_WEIGHT_GRADIENT: gluon_weight_gradient.Options,
+}
+#: Those whose second width is H's.
+SEES_H = (tiles.INPUT_GRADIENT, tiles.UP_WEIGHT_GRADIENT)
+#: For each kernel: (module of the Gluon kernel, of the twin), in which both have the kernel's name.
+MODULES: dict[str, tuple[Any, Any]] = {
+    tiles.UP_PROJECTION: (gluon_up_projection, kernels.plain_up_projection),
+    tiles.DOWN_PROJECTION: (gluon_contiguous, kernels.contiguous_gemm),
+    tiles.INPUT_GRADIENT: (gluon_contiguous, kernels.contiguous_gemm),
+    tiles.HIDDEN_GRADIENT: (gluon_hidden_gradient, kernels.plain_hidden_gradient),
+    tiles.UP_WEIGHT_GRADIENT: (gluon_weight_gradient, kernels.weight_gradient),
+    tiles.DOWN_WEIGHT_GRADIENT: (gluon_weight_gradient, kernels.weight_gradient),
+}
+
+
+def plan(kernel: str, options: Any, d: int, width: int) -> object:
+    """What a kernel is compiled for at these widths, activation gated."""
+    if kernel == tiles.UP_PROJECTION:
+        return gluon_gathered.make_plan(d, width, "swiglu", 2, options.tile.block_n // 2, 132, options)
+    if kernel == tiles.HIDDEN_GRADIENT:
+        return gluon_gathered.make_plan(d, width, "swiglu", 2, options.tile.block_n, 132, options)
+    if kernel in (tiles.DOWN_PROJECTION, tiles.INPUT_GRADIENT):
+        return gluon_contiguous.make_plan(d, width, kernel == tiles.DOWN_PROJECTION, False, 128, 132, options)
+    options = gluon_weight_gradient.narrowed(options, d, width)
+    return gluon_weight_gradient.make_plan(options, kernel == tiles.UP_WEIGHT_GRADIENT, 128, d, width, 132)
+
+
+def call(kernel: str, d: int, width: int, activation: str = "swiglu") -> Any:
+    """The layer's call, with tensors that have these widths and no elements."""
+    halves = 2 if kernels.is_gated(activation) else 1
+    n, hidden = (width // halves, width) if kernel in SEES_H else (width, halves * width)
+    empty = functools.partial(torch.empty, dtype=torch.bfloat16)
+    x, w1, w2, h, a = empty(0, d), empty(0, hidden, d), empty(0, d, n), empty(0, hidden), empty(0, n)
+    routing: Routing = None  # type: ignore[assignment]  # nobody looks at it
+    arguments: dict[str, tuple[Any, ...]] = {
+        tiles.UP_PROJECTION: (x, w1, routing, activation),
+        tiles.DOWN_PROJECTION: (a, w2, routing),
+        tiles.INPUT_GRADIENT: (h, w1, routing),
+        tiles.HIDDEN_GRADIENT: (x, w2, h, torch.empty(0), routing, activation),
+        tiles.UP_WEIGHT_GRADIENT: (h, x, routing),
+        tiles.DOWN_WEIGHT_GRADIENT: (x, a, routing),
+    }
+    return getattr(kernels, kernel)(*arguments[kernel])
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The layer's calls return the Gluon kernel's options (None: its own choice), or "plain"."""
+    monkeypatch.setattr(kernels, "on_hopper", lambda tensor: tensor.dtype != torch.float32)
+    for kernel, (gluon, plain) in MODULES.items():
+        monkeypatch.setattr(gluon, kernel, lambda *arguments: arguments[-1])
+        monkeypatch.setattr(plain, kernel, lambda *_: "plain")
+    kernels._tuned.cache_clear()
+    yield
+    kernels._tuned.cache_clear()
+
+
+def name_of(entry: dict[str, Any]) -> str:
+    return f"{entry['kernel']}-{entry['d']}-{entry['width']}"
+
+
+each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
+
+
+def test_entries_are_complete_and_different() -> None:
+    assert ENTRIES and len(set(map(name_of, ENTRIES))) == len(ENTRIES)
+    assert all(set(entry) == {"kernel", "d", "width", "options"} for entry in ENTRIES)
+    assert set(MAKE) == set(tune.CANDIDATES)
+
+
+@each_entry
+def test_every_entry_is_a_candidate_that_makes_a_kernel(entry: dict[str, Any]) -> None:
+    kernel, options = entry["kernel"], entry["options"]
+    assert options in tune.CANDIDATES[kernel] and options is not tune.DEFAULT
+    if options != PLAIN:
+        plan(kernel, MAKE[kernel](**options), entry["d"], entry["width"])
+
+
+@pytest.mark.usefixtures("hopper")
+@each_entry
+def test_every_entry_reaches_its_kernel(entry: dict[str, Any]) -> None:
+    kernel, options = entry["kernel"], entry["options"]
+    want = "plain" if options == PLAIN else MAKE[kernel](**options)
+    assert call(kernel, entry["d"], entry["width"]) == want
+    assert call(kernel, entry["d"], entry["width"] + 16) is None
+    ungated = call(kernel, entry["d"], entry["width"], "silu")
+    if kernel in (tiles.UP_PROJECTION, tiles.HIDDEN_GRADIENT):
+        assert ungated is None
+    else:
+        assert ungated == want
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kernel", MAKE)
+def test_choices_by_a_table(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        (kernel, 64, 1 << number): candidate
+        for number, candidate in enumerate(tune.CANDIDATES[kernel])
+        if candidate is not tune.DEFAULT
+    }
+    monkeypatch.setattr(tuned, "_choices", lambda: table)
+    make, operand = MAKE[kernel], torch.empty(0, dtype=torch.bfloat16)
+    for number, candidate in enumerate(tune.CANDIDATES[kernel]):
+        want: Choice[Any] = Choice(plain=False)
+        if candidate == PLAIN:
+            want = Choice(plain=True)
+        elif candidate is not None:
+            want = Choice(plain=False, options=make(**candidate))
+        assert kernels._tuned(kernel, make, 64, 1 << number) == want
+        assert kernels._choice(kernel, make, 64, 1 << number, operand) == want
+        assert kernels._choice(kernel, make, 64, 1 << number, operand, gated=False) == Choice(plain=False)
+        assert kernels._choice(kernel, make, 64, 1 << number, operand.float()) == Choice(plain=True)
+
+
+def test_elsewhere_the_twins_run() -> None:
+    operand: Tensor = torch.empty(0, dtype=torch.bfloat16)
+    for kernel, make in MAKE.items():
+        assert kernels._choice(kernel, make, 4096, 256, operand) == Choice(plain=True)
+
+
+def test_a_winner_must_beat_the_default() -> None:
+    def row(shape: str, options: Any, ms: float | None, d: int) -> dict[str, Any]:
+        found = {"shape": shape, "kernel": tiles.DOWN_PROJECTION, "d": d, "width": 256, "options": options}
+        return found | ({"problem": "?"} if ms is None else {"ms": ms})
+
+    quick: dict[str, Any] = {"by_expert": True}
+    measured = [
+        *(row("won", None, 1.0, 64), row("won", quick, 0.9, 64), row("won", PLAIN, 0.95, 64)),
+        *(row("too little", None, 1.0, 128), row("too little", quick, 0.995, 128)),
+        *(row("no default", None, None, 192), row("no default", quick, 2.0, 192)),
+        *(row("plain", quick, 1.0, 256), row("plain", PLAIN, 0.5, 256), row("plain", None, 0.8, 256)),
+        *(row("nothing ran", None, None, 320), row("nothing ran", quick, None, 320)),
+    ]
+    found = {choice["d"]: choice["options"] for choice in tune.choices(measured)}
+    assert found == {64: quick, 192: quick, 256: PLAIN}
+    for candidates in tune.CANDIDATES.values():
+        assert candidates[0] is tune.DEFAULT and candidates.count(tune.DEFAULT) == candidates.count(PLAIN) == 1
