@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from implementations.sonicmoe_triton import function
+from implementations.sonicmoe_triton import checks, function
 from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.function import RouterOutput
 
@@ -55,11 +55,11 @@ class SonicMoE(nn.Module):
         super().__init__()
         halves = 2 if is_gated(activation) else 1
         dtype = dtype or torch.get_default_dtype()
-        function.check_convention(router_convention)
-        function.check_choice(experts, k)
-        function.check_dtype(dtype)
-        function.check_width("d", d, dtype)
-        function.check_width("n", n, dtype)
+        checks.check_convention(router_convention)
+        checks.check_choice(experts, k)
+        checks.check_dtype(dtype)
+        checks.check_width("d", d, dtype)
+        checks.check_width("n", n, dtype)
         self.d, self.n, self.experts, self.k = d, n, experts, k
         self.activation, self.router_convention = activation, router_convention
 

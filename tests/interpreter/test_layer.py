@@ -21,7 +21,7 @@ from harness.operations import get_operation
 from harness.problem import make_problem
 from harness.routing import expert_counts, router_scores
 from harness.shapes import MoEShape
-from implementations.sonicmoe_triton import SonicMoETriton, function
+from implementations.sonicmoe_triton import SonicMoETriton, algorithm, checks, function, operators
 from implementations.sonicmoe_triton.activations import ACTIVATIONS, GATED
 from implementations.sonicmoe_triton.layer import SonicMoE, load_balancing_loss
 
@@ -244,7 +244,7 @@ def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("a gradient that nobody asked for")
 
     for name in ("up_weight_gradient", "down_weight_gradient"):
-        monkeypatch.setattr(function, name, unwanted)
+        monkeypatch.setattr(algorithm, name, unwanted)
     frozen = function.moe_layer(x, w1.detach(), w2.detach(), router, 2)
     got = torch.autograd.grad(frozen, [x, router], grad)
     assert torch.equal(got[0], everything[0]) and torch.equal(got[1], everything[3])
@@ -252,7 +252,7 @@ def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not function.moe_layer(x, w1, w2, router, 2).requires_grad
     monkeypatch.undo()
     for name in ("input_gradient", "router_backward"):
-        monkeypatch.setattr(function, name, unwanted)
+        monkeypatch.setattr(algorithm, name, unwanted)
     out = function.moe_layer(x.detach(), w1, w2, router.detach(), 2)
     got = torch.autograd.grad(out, [w1, w2], grad)
     assert torch.equal(got[0], everything[1]) and torch.equal(got[1], everything[2])
@@ -263,7 +263,7 @@ def test_h_is_freed_once_dh_is_there(routed: bool, monkeypatch: pytest.MonkeyPat
     x, w1, w2, router = leaves_of(random(20, 32), random(4, 32, 32), random(4, 32, 16), random(4, 32))
     kept: list[weakref.ref[Any]] = []
     alive: list[bool] = []
-    hidden_gradient, input_gradient = function.hidden_gradient, function.input_gradient
+    hidden_gradient, input_gradient = algorithm.hidden_gradient, algorithm.input_gradient
 
     def watch_h(grad_out: Tensor, w2: Tensor, h: Tensor, *rest: Any) -> Any:
         kept.append(weakref.ref(h.untyped_storage()))
@@ -273,8 +273,8 @@ def test_h_is_freed_once_dh_is_there(routed: bool, monkeypatch: pytest.MonkeyPat
         alive.append(kept[-1]() is not None)
         return input_gradient(*arguments)
 
-    monkeypatch.setattr(function, "hidden_gradient", watch_h)
-    monkeypatch.setattr(function, "input_gradient", look)
+    monkeypatch.setattr(algorithm, "hidden_gradient", watch_h)
+    monkeypatch.setattr(algorithm, "input_gradient", look)
     scores, experts = function.choose_experts(x, router, 2)
 
     def out() -> Tensor:
@@ -435,7 +435,7 @@ def test_biases_that_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w1, w2, router = small_leaves()
     bias1, bias2 = random(3, 16), random(3, 16)
     out = function.moe_layer(x, w1, w2, router, 2, bias1=bias1, bias2=bias2)
-    monkeypatch.setattr(function, "expert_sum", None)
+    monkeypatch.setattr(algorithm, "expert_sum", None)
     assert all(g is not None for g in torch.autograd.grad(out, [x, w1, w2, router], random(6, 16)))
 
 
@@ -487,12 +487,12 @@ def test_no_host_synchronisation() -> None:
     bias1, bias2 = random(3, 16), random(3, 16)
     arguments = 2, "softmax_topk", "swiglu"
     with _NoHost(), torch.no_grad():
-        out, logits, *held = function._moe_layer._init_fn(x, w1, w2, router, bias1, bias2, *arguments, True)
-        function._moe_layer_backward._init_fn(
+        out, logits, *held = operators.moe_layer_operator._init_fn(x, w1, w2, router, bias1, bias2, *arguments, True)
+        operators.moe_layer_backward_operator._init_fn(
             out, logits, x, w1, w2, router, bias1, bias2, logits, *held, *arguments, [True] * 6
         )
         experts, offsets = torch.tensor([0, 1, 2, 0], dtype=torch.int32), torch.tensor([0, 2, 2, 3, 3, 3, 4]).int()
-        function._routed_experts._init_fn(x, w1, w2, random(4), experts, offsets, None, None, 3, "swiglu")
+        operators.routed_experts_operator._init_fn(x, w1, w2, random(4), experts, offsets, None, None, 3, "swiglu")
 
 
 def held_bytes(convention: str, with_router: bool, T: int, d: int, n: int, E: int, K: int, dtype: torch.dtype) -> int:
@@ -522,7 +522,7 @@ def held_bytes(convention: str, with_router: bool, T: int, d: int, n: int, E: in
 def test_held_memory_is_the_algorithms(fake: bool) -> None:
     T, d, n, E, K = (24576, 1536, 256, 128, 8) if fake else (20, 32, 16, 4, 2)
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else torch.enable_grad():
-        held = {name: held_bytes(name, False, T, d, n, E, K, torch.float16) for name in function.CONVENTIONS}
+        held = {name: held_bytes(name, False, T, d, n, E, K, torch.float16) for name in checks.CONVENTIONS}
         # Logits that the caller got and dropped are gone.
         assert held_bytes("topk_softmax", True, T, d, n, E, K, torch.float16) == held["topk_softmax"]
     tiles = T * K // 128 + E

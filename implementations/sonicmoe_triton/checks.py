@@ -1,0 +1,94 @@
+"""What our layer takes: every check of a caller's arguments, each with one line that names what does not fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from implementations.sonicmoe_triton.activations import is_gated
+
+CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
+#: What the router's kernels and 16-byte loads take.
+MAX_EXPERTS, MAX_K, ROW_BYTES = 1024, 64, 16
+MAX_PAIRS = 2**30
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_router(x: Tensor, router: Tensor, w1: Tensor, k: int, convention: str) -> None:
+    check_convention(convention)
+    if router.dim() != 2:
+        raise ValueError(f"router has shape {tuple(router.shape)}, expected (E, d)")
+    if router.shape[0] != w1.shape[0]:
+        raise ValueError(f"E: router has {router.shape[0]} experts, w1 has {w1.shape[0]}")
+    if router.shape[1] != x.shape[-1]:
+        raise ValueError(f"d: router has {router.shape[1]} columns, x has {x.shape[-1]}")
+    check_choice(router.shape[0], k)
+    check_pairs(x.shape[0] * k)
+    check_alike(x, router=router)
+
+
+def check_convention(convention: str) -> None:
+    """ValueError for an unknown router convention."""
+    if convention not in CONVENTIONS:
+        raise ValueError(f"unknown router convention {convention!r}; choose from {', '.join(CONVENTIONS)}")
+
+
+def check_choice(experts: int, k: int) -> None:
+    """ValueError where K of E experts cannot be chosen."""
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"E = {experts}: at most {MAX_EXPERTS} experts")
+    if not 1 <= k <= min(experts, MAX_K):
+        raise ValueError(f"K = {k}: must be between 1 and {min(experts, MAX_K)} for E = {experts}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """ValueError for a dtype that the kernels do not compute in."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype}: must be one of {', '.join(map(str, DTYPES))}")
+
+
+def check_pairs(pairs: int) -> None:
+    """Rows are numbered in 32 bits, with room for a tile past the end."""
+    if pairs >= MAX_PAIRS:
+        raise ValueError(f"T * K = {pairs}: must be below {MAX_PAIRS}")
+
+
+def check_width(name: str, width: int, dtype: torch.dtype) -> None:
+    """ValueError where rows of a width are no multiple of 16 bytes."""
+    multiple = ROW_BYTES // dtype.itemsize
+    if width < 1 or width % multiple:
+        raise ValueError(f"{name} = {width}: must be a multiple of {multiple} in {dtype} (rows of {ROW_BYTES} bytes)")
+
+
+def check_experts(
+    x: Tensor, w1: Tensor, w2: Tensor, bias1: Tensor | None, bias2: Tensor | None, activation: str
+) -> None:
+    halves = 2 if is_gated(activation) else 1
+    if x.dim() != 2 or w1.dim() != 3 or w2.dim() != 3:
+        raise ValueError(
+            f"x {tuple(x.shape)}, w1 {tuple(w1.shape)}, w2 {tuple(w2.shape)}: expected (T, d), (E, 2n, d), (E, d, n)"
+        )
+    experts, d, n = w2.shape
+    if x.shape[1] != d:
+        raise ValueError(f"d: x has {x.shape[1]} columns, w2 makes {d}")
+    if w1.shape[0] != experts:
+        raise ValueError(f"E: w1 has {w1.shape[0]} experts, w2 has {experts}")
+    if w1.shape[1] != halves * n:
+        raise ValueError(f"n: w1 has {w1.shape[1]} rows, expected {halves * n} for {activation}, as w2 takes n = {n}")
+    if w1.shape[2] != d:
+        raise ValueError(f"d: w1 takes {w1.shape[2]} columns, w2 makes {d}")
+    for name, bias, size in (("bias1", bias1, halves * n), ("bias2", bias2, d)):
+        if bias is not None and tuple(bias.shape) != (experts, size):
+            raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({experts}, {size})")
+    check_dtype(x.dtype)
+    check_width("d", d, x.dtype)
+    check_width("n", n, x.dtype)
+    check_alike(x, w1=w1, w2=w2, bias1=bias1, bias2=bias2)
+
+
+def check_alike(x: Tensor, **others: Tensor | None) -> None:
+    for name, other in others.items():
+        if other is not None and (other.dtype != x.dtype or other.device != x.device):
+            raise ValueError(
+                f"{name} is {other.dtype} on {other.device}, x is {x.dtype} on {x.device}: they must agree"
+            )
