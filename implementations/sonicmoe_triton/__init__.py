@@ -3,7 +3,8 @@
     from implementations.sonicmoe_triton import SonicMoE, moe_layer
 
 Everything that needs Triton is imported when first asked for, so that the registry can load the plugin without it.
-`function` reads as the algorithm; each kernel has a file with its formula on top.
+`algorithm` reads as the paper's; each kernel has a file with its formula on top, `kernels` picks between twins of one,
+and NOTES.md holds what was tried.
 """
 
 from __future__ import annotations
