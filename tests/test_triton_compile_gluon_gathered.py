@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from implementations.sonicmoe_triton import gluon_hidden_gradient, gluon_up_projection, tiles, tune
+from implementations.sonicmoe_triton import gluon_hidden_gradient, gluon_up_projection, tiles
 from implementations.sonicmoe_triton.gluon_common import CONSUMER_WARPS, ENTRY_REGISTERS
 from implementations.sonicmoe_triton.gluon_gathered import (
     CONSUMER_REGISTERS,
@@ -168,53 +168,7 @@ def test_up_projection_of_an_ungated_activation_with_bias(tmp_path: Path) -> Non
     check(build_up_projection(1536, 256, options, "fp16", "silu", halves=1, bias=True), options, tmp_path)
 
 
-def ping_pong(kernel: str) -> list[dict[str, Any]]:
-    return [dict(candidate) for candidate in tune.CANDIDATES[kernel] if candidate and "ping_pong" in candidate]
-
-
-def in_turn(compiled: triton.compiler.CompiledKernel) -> None:
-    """Each consumer holds whole tiles: every product is of 128 columns, twice 64 rows."""
-    products = re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", compiled.asm["ptx"])
-    assert products and set(products) == {"128"}
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("chosen", ping_pong(tiles.UP_PROJECTION), ids=str)
-def test_up_projection_in_turn(layer: str, chosen: dict[str, Any], tmp_path: Path) -> None:
-    d, n = LAYERS[layer]
-    options = make_options(**chosen)
-    compiled = build_up_projection(d, n, options, bias=layer == "uneven")
-    check(compiled, options, tmp_path)
-    in_turn(compiled)
-
-
-@pytest.mark.parametrize("layer", ["7B", "120B", "uneven"])
-@pytest.mark.parametrize("chosen", ping_pong(tiles.HIDDEN_GRADIENT), ids=str)
-def test_hidden_gradient_in_turn(layer: str, chosen: dict[str, Any], tmp_path: Path) -> None:
-    d, n = LAYERS[layer]
-    options = make_options(**chosen)
-    compiled = build_hidden_gradient(d, n, options)
-    check(compiled, options, tmp_path)
-    in_turn(compiled)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"block_k": 128},
-        {"stages": 1},
-        {"ping_pong": True},
-        {"block_n": 128, "ping_pong": True, "slice_columns": 128},
-        {"block_n": 128, "ping_pong": True, "buffers": 16},
-    ],
-    ids=["wide steps", "one stage", "wide tiles in turn", "wide slices", "no room for two stages"],
-)
-def test_options_that_do_not_fit(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"block_k": 128}, {"stages": 1}], ids=["wide steps", "one stage"])
+def test_options_that_do_not_fit(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"at (most|least)"):
-        make_options(**{"block_n": 256, "ragged": True} | wrong)
-
-
-def test_pieces_go_round_the_buffers() -> None:
-    options = make_options(128, ragged=True, ping_pong=True, buffers=3)
-    with pytest.raises(ValueError, match="go round"):
-        make_plan(1536, 256, "swiglu", 2, 128, 132, options)
+        make_options(256, ragged=True, **wrong)

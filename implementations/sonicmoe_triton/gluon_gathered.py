@@ -12,8 +12,6 @@ and frees a stage once it has begun with the next. `full` counts an arrival of e
 of gathered rows) and one of the thread that announces the TMA's bytes; `empty` counts one of each consumer. No wait is
 ever two phases ahead: a consumer waits for step i after it has freed step i - 2, the producer for the stage that it
 filled last but STAGES.
-
-`Options.ping_pong` shares out the work in another way: gluon_gathered_ping_pong.py.
 """
 
 from __future__ import annotations
@@ -69,47 +67,27 @@ class Options:
         slice: columns of the epilogue's slices.
         ragged: store an expert's last rows through descriptors that end where the expert does, as all others; else from
             registers.
-        ping_pong: the consumers take whole tiles in turn.
-        buffers: with ping_pong, staging buffers of a consumer, each one slice of ROWS rows.
     """
 
     tile: Tile
     slice: int
     ragged: bool
-    ping_pong: bool = False
-    buffers: int = 1
 
 
 @functools.cache
-def make_options(
-    block_n: int,
-    ragged: bool,
-    halves: int = 2,
-    block_k: int = 64,
-    stages: int | None = None,
-    ping_pong: bool = False,
-    slice_columns: int = 32,
-    buffers: int = 1,
-) -> Options:
+def make_options(block_n: int, ragged: bool, halves: int = 2, block_k: int = 64, stages: int | None = None) -> Options:
     """Options with the widest slices and, unless told, as many stages as fit.
 
-    Args:
-        slice_columns, buffers: with ping_pong, the slices' width and a consumer's staging buffers.
-
     Raises:
-        ValueError: a step is wider than a row of the swizzle (64), there are fewer than two stages, or ping_pong's tile
-            has more columns (128) or slices (64) than a consumer's registers hold."""
-    if ping_pong and (block_n > 128 or slice_columns > 64):
-        raise ValueError(f"{block_n} columns, at most 128; slices of {slice_columns}, at most 64")
-    widest = slice_columns if ping_pong else min(block_k, block_k * block_n // (halves * BLOCK_M.value))
-    staging = 2 * GROUPS.value * buffers * ROWS.value * (halves + 1) * widest if ping_pong else 0
+        ValueError: a step is wider than a row of the swizzle (64), or there are fewer than two stages."""
     if stages is None:
         # 1 KiB: barriers, what the compiler keeps there itself, and the driver's own share.
-        stages = (tiles.SHARED_MEMORY - 1024 - staging) // ((BLOCK_M.value + block_n) * block_k * 2)
+        stages = (tiles.SHARED_MEMORY - 1024) // ((BLOCK_M.value + block_n) * block_k * 2)
     if block_k > 64 or stages < 2:
         raise ValueError(f"steps of {block_k}, at most 64; {stages} stages, at least 2")
+    widest = min(block_k, block_k * block_n // (halves * BLOCK_M.value))
     tile = Tile(BLOCK_M.value, block_n, block_k, GROUPS.value * CONSUMER_WARPS, stages)
-    return Options(tile, widest, ragged, ping_pong, buffers)
+    return Options(tile, widest, ragged)
 
 
 class Plan(NamedTuple):
@@ -124,7 +102,6 @@ class Plan(NamedTuple):
         stride: programs of a launch: program i works through the tiles i, i + stride, …
         block_n, block_k, stages, slice, ragged: see `Options` and its tile.
         has_bias: whether a bias (E, HALVES N) is added.
-        ping_pong, buffers: see `Options`.
     """
 
     d: int
@@ -139,8 +116,6 @@ class Plan(NamedTuple):
     slice: int
     ragged: bool
     has_bias: bool
-    ping_pong: bool
-    buffers: int
 
     @property
     def column_tiles(self) -> int:
@@ -150,22 +125,6 @@ class Plan(NamedTuple):
     def slices(self) -> int:
         """Slices of one tile."""
         return self.columns // self.slice
-
-    @property
-    def steps(self) -> int:
-        """Steps of the contraction for one tile."""
-        return -(-self.d // self.block_k)
-
-    @property
-    def pieces(self) -> int:
-        """With ping_pong: slices of ROWS rows of one tile."""
-        return BLOCK_M.value // ROWS.value * self.slices
-
-    @property
-    def lag(self) -> int:
-        """With ping_pong: pieces that may be on their way out while the next is computed, one or none. Which these are
-        can be told only if every piece leaves by TMA."""
-        return min(1, self.buffers - 1) if self.ragged else 0
 
 
 def make_plan(
@@ -178,16 +137,10 @@ def make_plan(
     options: Options,
     has_bias: bool = False,
 ) -> Plan:
-    """The plan of a launch with these options.
-
-    Raises:
-        ValueError: a tile's pieces do not go round the staging buffers a whole number of times."""
-    tile, o = options.tile, options
+    """The plan of a launch with these options."""
+    tile = options.tile
     blocks = tile.block_n, tile.block_k, tile.stages
-    plan = Plan(d, n, activation, halves, columns, stride, *blocks, o.slice, o.ragged, has_bias, o.ping_pong, o.buffers)
-    if columns % o.slice or plan.pieces % o.buffers:
-        raise ValueError(f"{columns} columns in slices of {o.slice} do not go round {o.buffers} buffers")
-    return plan
+    return Plan(d, n, activation, halves, columns, stride, *blocks, options.slice, options.ragged, has_bias)
 
 
 @gluon.jit
@@ -195,7 +148,6 @@ def make_ring(b, P: gl.constexpr):  # type: ignore[no-untyped-def]
     """(stages of A, stages of B, full, empty), B's stages being boxes of the descriptor `b`."""
     STAGES: gl.constexpr = P.stages
     BK: gl.constexpr = P.block_k
-    READERS: gl.constexpr = 1 if P.ping_pong else GROUPS
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BK], b.dtype)
     a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_M, BK], a_layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
@@ -203,7 +155,7 @@ def make_ring(b, P: gl.constexpr):  # type: ignore[no-untyped-def]
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=32 * PRODUCER_WARPS + 1)
-        mbarrier.init(empty.index(stage), count=READERS)
+        mbarrier.init(empty.index(stage), count=GROUPS)
     publish_barriers()
     return a_ring, b_ring, full, empty
 
@@ -219,35 +171,19 @@ def locate(tile, row_tiles, FROM: gl.constexpr, P: gl.constexpr):  # type: ignor
     return expert, first, size
 
 
-@gluon.constexpr_function
-def _rows_layout(dtype, block_k):  # type: ignore[no-untyped-def]
-    # Of a step's gathered rows: 16 bytes to a thread.
-    vector = 128 // dtype.primitive_bitwidth
-    across = block_k // vector
-    return gl.BlockedLayout([1, vector], [32 // across, across], [PRODUCER_WARPS.value, 1], [1, 0])
-
-
-@gluon.jit
-def tokens_of_rows(x, gather, first, size, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(BM,) gather[first + i], and token 0 from `size` on: such rows are computed and not stored."""
-    layout: gl.constexpr = _rows_layout(x.dtype.element_ty, P.block_k)
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-    return gl.load(gather + first + row, mask=row < size, other=0)
-
-
-@gluon.jit
-def rows_of_tokens(x, token, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(BM, BK) pointers to the first columns of x[token[i]], x (T, D), 16 bytes to a thread."""
-    BK: gl.constexpr = P.block_k
-    layout: gl.constexpr = _rows_layout(x.dtype.element_ty, BK)
-    column = gl.arange(0, BK, gl.SliceLayout(0, layout))
-    return x + (token.to(gl.int64) * P.d)[:, None] + column[None, :]
-
-
 @gluon.jit
 def gathered_rows(x, gather, first, size, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Both of the above: pointers to the first columns of x[gather[first + i]]."""
-    return rows_of_tokens(x, tokens_of_rows(x, gather, first, size, P), P)
+    """(BM, BK) pointers to the first columns of x[gather[first + i]], x (T, D), 16 bytes to a thread.
+
+    Rows from `size` on point at token 0; they are computed and not stored."""
+    BK: gl.constexpr = P.block_k
+    VECTOR: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    ACROSS: gl.constexpr = BK // VECTOR
+    layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [PRODUCER_WARPS, 1], [1, 0])
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    token = gl.load(gather + first + row, mask=row < size, other=0)
+    column = gl.arange(0, BK, gl.SliceLayout(0, layout))
+    return x + (token.to(gl.int64) * P.d)[:, None] + column[None, :]
 
 
 @gluon.jit
@@ -364,7 +300,7 @@ def store_slice(  # type: ignore[no-untyped-def]
     gate,  # (ROWS, SLICE): columns of the halves of `wide`; `up` is not stored without a second half
     up,
     value,  # (ROWS, SLICE): columns of `narrow`
-    a_rows,  # where they pass through shared memory: `rows_of_group`, `halves_of_group`, or a staging buffer
+    a_rows,  # where they pass through shared memory: `rows_of_group`, `halves_of_group`
     b_halves,
     wide_boxes,  # descriptor of `wide` by `boxes_of_halves`, of `narrow` by `boxes_of_rows`
     narrow_boxes,
@@ -375,8 +311,8 @@ def store_slice(  # type: ignore[no-untyped-def]
     column,
     P: gl.constexpr,
 ):
-    """Store one slice of a tile's results: two boxes through shared memory, left under way. A box that would reach into
-    the rows of the next expert is cut by the descriptor if it is ragged, else the tile is stored from registers."""
+    """Store one slice of a tile's results: two boxes through the stage, left under way. A box that would reach into the
+    rows of the next expert is cut by the descriptor if it is ragged, else the tile is stored from registers."""
     N: gl.constexpr = P.n
     HALVES: gl.constexpr = P.halves
     SLICE: gl.constexpr = P.slice

@@ -6,9 +6,6 @@ Three partitions walk through one ring of stages (gluon_common.py, gluon_gathere
   tile's H. It runs a whole ring ahead, so that H and the next tile's first steps arrive while the consumers are busy.
 - Two consumers (4 warps each), one for each half of a tile's rows: multiply, then work through the slices. dH
   overwrites the H that it was made from, A' stands beside it, and both leave by TMA while the next slice is computed.
-
-With `Options.ping_pong` the consumers take whole tiles in turn instead (gluon_gathered_ping_pong.py), and fetch their
-slices of H themselves: the first while they wait for their turn.
 """
 
 from __future__ import annotations
@@ -57,13 +54,6 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     value_and_slope,
     widen,
 )
-from implementations.sonicmoe_triton.gluon_gathered_ping_pong import (
-    contract_in_turn,
-    make_barriers,
-    make_staging,
-    produce_in_turn,
-    row_halves,
-)
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
@@ -110,32 +100,16 @@ def _activation_backward(gate, up, grad, HALVES: gl.constexpr, ACTIVATION: gl.co
 
 
 @gluon.jit
-def _results_of_slice(parts, i: gl.constexpr, box, score, column, slice_columns, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(grad_gate, grad_up, activated, summands of dS) of a tile's slice number i, whose H lies in the box."""
-    HALVES: gl.constexpr = P.halves
-    ACTIVATION: gl.constexpr = P.activation
-    SLICE: gl.constexpr = P.slice
-    layout: gl.constexpr = slice_columns.type.layout.parent
-    h_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], box.dtype)
-    grad = gl.convert_layout(parts[i], layout, assert_trivial=True)
-    halves = box._reinterpret(box.dtype, [HALVES, ROWS, SLICE], h_layout)
-    gate = widen(halves.index(0).load(layout))
-    up = widen(halves.index(HALVES - 1).load(layout))
-    grad_gate, grad_up, activated = _activation_backward(gate, up, grad * score[:, None], HALVES, ACTIVATION)
-    product = grad * activated
-    if P.n % P.columns:
-        # An infinite dO times an overhanging column's zeros is NaN, which this row's sum must not see.
-        product = gl.where((column + slice_columns < P.n)[None, :], product, 0.0)
-    return grad_gate, grad_up, activated, product
-
-
-@gluon.jit
 def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     a_ring, b_ring, full, empty = ring
     row_scores, grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, partial_scores, R = results
+    HALVES: gl.constexpr = P.halves
+    ACTIVATION: gl.constexpr = P.activation
     SLICE: gl.constexpr = P.slice
     SLICES: gl.constexpr = P.slices
+    dtype: gl.constexpr = grad_h.dtype.element_ty
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
+    h_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SLICE], dtype)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     slice_columns = gl.arange(0, SLICE, gl.SliceLayout(0, layout))
     step = 0
@@ -151,10 +125,18 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
         grads = column_slices(acc, SLICE)
         for i in gl.static_range(SLICES):
             column = column_tile * P.columns + i * SLICE
+            grad = gl.convert_layout(grads[i], layout, assert_trivial=True)
             stage = step % P.stages
             wait_full(full, step)
             box = halves_of_group(b_ring.index(stage), GROUP, P)
-            grad_gate, grad_up, activated, product = _results_of_slice(grads, i, box, score, column, slice_columns, P)
+            halves = box._reinterpret(dtype, [HALVES, ROWS, SLICE], h_layout)
+            gate = widen(halves.index(0).load(layout))
+            up = widen(halves.index(HALVES - 1).load(layout))
+            grad_gate, grad_up, activated = _activation_backward(gate, up, grad * score[:, None], HALVES, ACTIVATION)
+            product = grad * activated
+            if P.n % P.columns:
+                # An infinite dO times an overhanging column's zeros is NaN, which this row's sum must not see.
+                product = gl.where((column + slice_columns < P.n)[None, :], product, 0.0)
             ds += gl.sum(product, 1)
             store_slice(
                 grad_gate, grad_up, activated * score[:, None], rows_of_group(a_ring.index(stage), GROUP), box,
@@ -165,85 +147,6 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
             release_before(empty, step, step > 0)
             step += 1
         gl.store(partial_scores + column_tile.to(gl.int64) * R + first + rows, ds, mask=inside)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _fetch_piece(h, wide, arrived, GROUP: gl.constexpr, piece: gl.constexpr, first, column, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    # H for one of a tile's pieces, into its free buffer. A tail tile's boxes read rows of the next expert: harmless, as
-    # above.
-    BUFFERS: gl.constexpr = P.buffers
-    SLICES: gl.constexpr = P.slices
-    buffer = GROUP * BUFFERS + piece % BUFFERS
-    barrier = arrived.index(buffer)
-    mbarrier.expect(barrier, h.block_type.nbytes)
-    corner = [0, first + piece // SLICES * ROWS, column + piece % SLICES * P.slice]
-    tma.async_copy_global_to_shared(h, corner, barrier, wide.index(buffer))
-
-
-@gluon.jit
-def _scores(row_scores, first, size, rows):  # type: ignore[no-untyped-def]
-    return gl.load(row_scores + first + rows, mask=rows < size, other=0.0)
-
-
-@gluon.jit
-def _consume_in_turn(  # type: ignore[no-untyped-def]
-    h, ring, turns, arrived, staging, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.constexpr
-):
-    # Every second of the program's tiles.
-    wide, narrow = staging
-    row_scores, grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, partial_scores, R = results
-    SLICE: gl.constexpr = P.slice
-    SLICES: gl.constexpr = P.slices
-    BUFFERS: gl.constexpr = P.buffers
-    PIECES: gl.constexpr = P.pieces
-    LAG: gl.constexpr = P.lag
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    slice_columns = gl.arange(0, SLICE, gl.SliceLayout(0, layout))
-    STRIDE: gl.constexpr = GROUPS * P.stride
-    start = gl.program_id(0) + GROUP * P.stride
-    for tile in range(start, gl.load(num_tiles) * P.column_tiles, STRIDE):
-        turn = (tile - start) // STRIDE
-        column_tile = tile % P.column_tiles
-        tile_column = column_tile * P.columns
-        _, first, size = locate(tile, row_tiles, 0, P)
-        tma.store_wait(0)
-        for piece in gl.static_range(BUFFERS):
-            _fetch_piece(h, wide, arrived, GROUP, piece, first, tile_column, P)
-        scores = (
-            _scores(row_scores, first, size, rows),
-            _scores(row_scores, first + ROWS, size - ROWS, rows),
-        )
-
-        halves = row_halves(contract_in_turn(ring, turns, turn, False, GROUP, P))
-
-        for half in gl.static_range(2):
-            score = scores[half]
-            half_first = first + half * ROWS
-            half_size = size - half * ROWS
-            ds = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, layout))
-            grads = column_slices(halves[half], SLICE)
-            for i in gl.static_range(SLICES):
-                column = tile_column + i * SLICE
-                piece = half * SLICES + i
-                buffer = GROUP * BUFFERS + piece % BUFFERS
-                mbarrier.wait(arrived.index(buffer), (turn * (PIECES // BUFFERS) + piece // BUFFERS) & 1)
-                box = wide.index(buffer)
-                grad_gate, grad_up, activated, product = _results_of_slice(
-                    grads, i, box, score, column, slice_columns, P
-                )
-                ds += gl.sum(product, 1)
-                store_slice(
-                    grad_gate, grad_up, activated * score[:, None], narrow.index(buffer), box,
-                    grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, half_first, half_size, column, P,
-                )  # fmt: skip
-                if piece >= LAG and piece - LAG + BUFFERS < PIECES:
-                    # The boxes of every piece have been read, or of all but this one.
-                    tma.store_wait(2 * LAG)
-                    _fetch_piece(h, wide, arrived, GROUP, piece - LAG + BUFFERS, first, tile_column, P)
-            partial = partial_scores + column_tile.to(gl.int64) * R + half_first
-            gl.store(partial + rows, ds, mask=rows < half_size)
     tma.store_wait(0)
 
 
@@ -271,34 +174,19 @@ def hidden_gradient_kernel(  # type: ignore[no-untyped-def]
     R,
     P: gl.constexpr,
 ):
+    ring = make_ring(w2, P)
     row_tiles = (tile_expert, tile_row, expert_offsets)
+    operands = (grad_out, w2, h, gather)
     results = (row_scores, grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, partial_scores, R)
-    if P.ping_pong:
-        staging = make_staging(w2.dtype, P)
-        turns = make_barriers(GROUPS)
-        arrived = make_barriers(GROUPS * P.buffers)
-        ring = make_ring(w2, P)
-        gl.warp_specialize(
-            [
-                (_consume_in_turn, (h, ring, turns, arrived, staging, row_tiles, num_tiles, results, 0, P)),
-                (_consume_in_turn, (h, ring, turns, arrived, staging, row_tiles, num_tiles, results, 1, P)),
-                (produce_in_turn, (ring, row_tiles, num_tiles, (grad_out, w2, gather), False, P)),
-            ],
-            [gl.num_warps(), PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        ring = make_ring(w2, P)
-        operands = (grad_out, w2, h, gather)
-        gl.warp_specialize(
-            [
-                (_consume, (ring, row_tiles, num_tiles, results, 0, P)),
-                (_consume, (ring, row_tiles, num_tiles, results, 1, P)),
-                (_produce, (ring, row_tiles, num_tiles, operands, P)),
-            ],
-            [gl.num_warps(), PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (ring, row_tiles, num_tiles, results, 0, P)),
+            (_consume, (ring, row_tiles, num_tiles, results, 1, P)),
+            (_produce, (ring, row_tiles, num_tiles, operands, P)),
+        ],
+        [gl.num_warps(), PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 @functools.cache

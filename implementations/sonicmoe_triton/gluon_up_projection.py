@@ -6,8 +6,6 @@ Three partitions walk through one ring of stages (gluon_common.py, gluon_gathere
   stages as the tile has slices, with nothing in them. Meanwhile the ring's other stages fill with the next tile.
 - Two consumers (4 warps each), one for each half of a tile's rows: multiply, then put H and A of one slice after the
   other into those stages, from where they leave by TMA while the next slice, and then the next tile, is computed.
-
-With `Options.ping_pong` the consumers take whole tiles in turn instead: gluon_gathered_ping_pong.py.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
-    GROUPS,
     check_dtype,
     column_slices,
     descriptor,
@@ -54,13 +51,6 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     rows_of_group,
     store_slice,
     value_and_slope,
-)
-from implementations.sonicmoe_triton.gluon_gathered_ping_pong import (
-    contract_in_turn,
-    make_barriers,
-    make_staging,
-    produce_in_turn,
-    row_halves,
 )
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
@@ -92,31 +82,12 @@ def _produce(ring, row_tiles, num_tiles, operands, P: gl.constexpr):  # type: ig
 
 
 @gluon.jit
-def _results_of_slice(parts, i: gl.constexpr, bias1, expert, column, slice_columns, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(gate, up, activated) of a tile's slice number i, the gate's slices coming first, then as many of the up half."""
-    N: gl.constexpr = P.n
-    HALVES: gl.constexpr = P.halves
-    ACTIVATION: gl.constexpr = P.activation
-    SLICES: gl.constexpr = P.slices
-    layout: gl.constexpr = slice_columns.type.layout.parent
-    gate = gl.convert_layout(parts[i], layout, assert_trivial=True)
-    up = gl.convert_layout(parts[i + (HALVES - 1) * SLICES], layout, assert_trivial=True)
-    if P.has_bias:
-        columns = column + slice_columns
-        bias = bias1 + expert.to(gl.int64) * (HALVES * N) + columns
-        gate += gl.load(bias, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-        if HALVES == 2:
-            up += gl.load(bias + N, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-    activated, _ = value_and_slope(gate, ACTIVATION)
-    if HALVES == 2:
-        activated = activated * up
-    return gate, up, activated
-
-
-@gluon.jit
 def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     a_ring, b_ring, full, empty = ring
     bias1, h_boxes, a_boxes, h, a = results
+    N: gl.constexpr = P.n
+    HALVES: gl.constexpr = P.halves
+    ACTIVATION: gl.constexpr = P.activation
     SLICE: gl.constexpr = P.slice
     SLICES: gl.constexpr = P.slices
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
@@ -126,10 +97,21 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
         expert, first, size = locate(tile, row_tiles, GROUP * ROWS, P)
         acc, step = contract(ring, step, True, GROUP, P)
 
+        # The gate's slices come first, then as many of the up half.
         parts = column_slices(acc, SLICE)
         for i in gl.static_range(SLICES):
             column = tile % P.column_tiles * P.columns + i * SLICE
-            gate, up, activated = _results_of_slice(parts, i, bias1, expert, column, slice_columns, P)
+            gate = gl.convert_layout(parts[i], layout, assert_trivial=True)
+            up = gl.convert_layout(parts[i + (HALVES - 1) * SLICES], layout, assert_trivial=True)
+            if P.has_bias:
+                columns = column + slice_columns
+                bias = bias1 + expert.to(gl.int64) * (HALVES * N) + columns
+                gate += gl.load(bias, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+                if HALVES == 2:
+                    up += gl.load(bias + N, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+            activated, _ = value_and_slope(gate, ACTIVATION)
+            if HALVES == 2:
+                activated = activated * up
             stage = step % P.stages
             wait_full(full, step)
             store_slice(
@@ -140,39 +122,6 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
             tma.store_wait(2)
             release_before(empty, step, step > 0)
             step += 1
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _consume_in_turn(  # type: ignore[no-untyped-def]
-    ring, turns, staging, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.constexpr
-):
-    # Every second of the program's tiles.
-    wide, narrow = staging
-    bias1, h_boxes, a_boxes, h, a = results
-    SLICE: gl.constexpr = P.slice
-    SLICES: gl.constexpr = P.slices
-    BUFFERS: gl.constexpr = P.buffers
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
-    slice_columns = gl.arange(0, SLICE, gl.SliceLayout(0, layout))
-    STRIDE: gl.constexpr = GROUPS * P.stride
-    start = gl.program_id(0) + GROUP * P.stride
-    for tile in range(start, gl.load(num_tiles) * P.column_tiles, STRIDE):
-        turn = (tile - start) // STRIDE
-        expert, first, size = locate(tile, row_tiles, 0, P)
-        halves = row_halves(contract_in_turn(ring, turns, turn, True, GROUP, P))
-        for half in gl.static_range(2):
-            parts = column_slices(halves[half], SLICE)
-            for i in gl.static_range(SLICES):
-                column = tile % P.column_tiles * P.columns + i * SLICE
-                gate, up, activated = _results_of_slice(parts, i, bias1, expert, column, slice_columns, P)
-                buffer = GROUP * BUFFERS + (half * SLICES + i) % BUFFERS
-                # The buffer is free once the two boxes of every piece have been read, or of all but the last.
-                tma.store_wait(2 * P.lag)
-                store_slice(
-                    gate, up, activated, narrow.index(buffer), wide.index(buffer), h_boxes, a_boxes, h, a,
-                    first + half * ROWS, size - half * ROWS, column, P,
-                )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -197,33 +146,19 @@ def up_projection_kernel(  # type: ignore[no-untyped-def]
     num_tiles,
     P: gl.constexpr,
 ):
+    ring = make_ring(w1, P)
     row_tiles = (tile_expert, tile_row, expert_offsets)
     operands = (x, w1, gather)
     results = (bias1, h_boxes, a_boxes, h, a)
-    if P.ping_pong:
-        staging = make_staging(w1.dtype, P)
-        turns = make_barriers(GROUPS)
-        ring = make_ring(w1, P)
-        gl.warp_specialize(
-            [
-                (_consume_in_turn, (ring, turns, staging, row_tiles, num_tiles, results, 0, P)),
-                (_consume_in_turn, (ring, turns, staging, row_tiles, num_tiles, results, 1, P)),
-                (produce_in_turn, (ring, row_tiles, num_tiles, operands, True, P)),
-            ],
-            [gl.num_warps(), PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        ring = make_ring(w1, P)
-        gl.warp_specialize(
-            [
-                (_consume, (ring, row_tiles, num_tiles, results, 0, P)),
-                (_consume, (ring, row_tiles, num_tiles, results, 1, P)),
-                (_produce, (ring, row_tiles, num_tiles, operands, P)),
-            ],
-            [gl.num_warps(), PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (ring, row_tiles, num_tiles, results, 0, P)),
+            (_consume, (ring, row_tiles, num_tiles, results, 1, P)),
+            (_produce, (ring, row_tiles, num_tiles, operands, P)),
+        ],
+        [gl.num_warps(), PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 @functools.cache

@@ -56,24 +56,10 @@ _WEIGHTS: list[Candidate] = [
     _GATHERED_COLUMNS | {"slice_columns": 128, "buffers": 1},
     PLAIN,
 ]
-_PING_PONG = {"block_n": 128, "ping_pong": True}
 CANDIDATES: dict[str, list[Candidate]] = {
-    tiles.UP_PROJECTION: [
-        DEFAULT,
-        {"block_n": 256, "ragged": True},
-        _PING_PONG | {"ragged": False},
-        _PING_PONG | {"ragged": False, "slice_columns": 64},
-        _PING_PONG | {"ragged": True, "slice_columns": 64},
-        PLAIN,
-    ],
+    tiles.UP_PROJECTION: [DEFAULT, {"block_n": 256, "ragged": True}, PLAIN],
     tiles.DOWN_PROJECTION: _CONTIGUOUS,
-    tiles.HIDDEN_GRADIENT: [
-        DEFAULT,
-        {"block_n": 256, "ragged": False},
-        _PING_PONG | {"ragged": True, "buffers": 2},
-        _PING_PONG | {"ragged": True, "buffers": 4},
-        PLAIN,
-    ],
+    tiles.HIDDEN_GRADIENT: [DEFAULT, {"block_n": 256, "ragged": False}, PLAIN],
     tiles.INPUT_GRADIENT: _CONTIGUOUS,
     tiles.UP_WEIGHT_GRADIENT: _WEIGHTS,
     tiles.DOWN_WEIGHT_GRADIENT: _WEIGHTS,

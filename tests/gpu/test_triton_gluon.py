@@ -112,9 +112,6 @@ CANDIDATE_CASES = (
     replace(RAGGED, dtype=torch.bfloat16, route=half_empty),
     RAGGED,
 )
-#: So many tiles that every program has several, of whatever kernel over gathered rows: consumers that take them in turn
-#: have more than one turn each. Three steps to a tile, and one.
-BUSY_CASES = (Case(136, 4104, skewed), Case(64, 4104, skewed, torch.float16))
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
@@ -295,24 +292,6 @@ def test_nans_stay_with_their_expert_and_token(kernel: str) -> None:
 def test_every_candidate(kernel: str, candidate: Candidate) -> None:
     for case in CANDIDATE_CASES:
         check(kernel, Operands(case), candidate)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "candidate"),
-    [
-        pytest.param(kernel, candidate, id=",".join([kernel, *(f"{k}={v}" for k, v in candidate.items())]))
-        for kernel in (UP_PROJECTION, HIDDEN_GRADIENT)
-        for candidate in tune.CANDIDATES[kernel]
-        if candidate is not DEFAULT and "ping_pong" in candidate
-    ],
-)
-def test_consumers_have_many_turns(kernel: str, candidate: Candidate) -> None:
-    for case in BUSY_CASES:
-        operands = Operands(case)
-        columns = 64 if kernel == UP_PROJECTION else 128
-        tile_count = int(operands.routing.num_tiles) * -(-case.n // columns)
-        assert tile_count > 2 * torch.cuda.get_device_properties(common.DEVICE).multi_processor_count
-        check(kernel, operands, candidate)
 
 
 @each_kernel
