@@ -20,7 +20,6 @@ from implementations.sonicmoe_triton import (
     gluon_up_projection,
     gluon_weight_gradient,
     hidden_gradient,
-    tiles,
     up_projection,
     weight_gradient,
 )
@@ -44,7 +43,7 @@ KERNELS = (
     weight_gradient.up_weight_gradient_kernel,
     weight_gradient.down_weight_gradient_kernel,
 )
-CACHES: tuple[Callable[..., Any], ...] = (tiles._launcher, *(module._launcher for module in GLUON))
+CACHES: tuple[Callable[..., Any], ...] = tuple(module._launcher for module in GLUON)
 
 
 @pytest.fixture

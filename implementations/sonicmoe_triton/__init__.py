@@ -95,7 +95,6 @@ class SonicMoETriton(Implementation):
         ("_aggregation_", "aggregation"),
         ("_router_", "router"),
         ("_routing_", "router"),
-        ("_row_order_", "router"),
     )
 
     def restriction(self, point: Point) -> str | None:

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import check_down_projection, check_input_gradient
 from implementations.sonicmoe_triton.rows import locate
 from implementations.sonicmoe_triton.tiles import Tile
 
@@ -112,14 +113,8 @@ def down_projection(
         ValueError: d or n is no multiple of 16 bytes; a tensor's shape, dtype or device does not fit the others; the
             tile's block_m is not the routing's.
     """
-    experts, d, n = w2.shape
+    d, n = check_down_projection(a, w2, routing, bias2)
     rows = routing.rows
-    tiles.check_width("d", d, a.dtype)
-    tiles.check_width("n", n, a.dtype)
-    tiles.check_shape("a", a, (rows, n), a.dtype, a.device)
-    tiles.check_shape("w2", w2, (experts, d, n), a.dtype, a.device)
-    if bias2 is not None:
-        tiles.check_shape("bias2", bias2, (experts, d), bias2.dtype, a.device)
     y = torch.empty(rows, d, dtype=a.dtype, device=a.device)
     if rows == 0:
         return y
@@ -154,12 +149,8 @@ def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, tile: Tile | No
         ValueError: d or H's width is no multiple of 16 bytes; a tensor's shape, dtype or device does not fit the
             others; the tile's block_m is not the routing's.
     """
-    experts, hidden, d = w1.shape
+    d, hidden = check_input_gradient(grad_h, w1, routing)
     rows = routing.rows
-    tiles.check_width("d", d, grad_h.dtype)
-    tiles.check_width("H's width", hidden, grad_h.dtype)
-    tiles.check_shape("grad_h", grad_h, (rows, hidden), grad_h.dtype, grad_h.device)
-    tiles.check_shape("w1", w1, (experts, hidden, d), grad_h.dtype, grad_h.device)
     grad_rows = torch.empty(rows, d, dtype=grad_h.dtype, device=grad_h.device)
     if rows == 0:
         return grad_rows

@@ -188,11 +188,12 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     """Whether nobody looks on who could not see through an `autograd.Function` that launches kernels: no compiler, no
     fake or other subclass of tensors, no dispatch mode, no functional transform."""
     x = tensors[0]
+    if torch.compiler.is_compiling():
+        return False
     if torch._C._are_functorch_transforms_active():
         _refuse_functional_derivatives()
     return (
-        not torch.compiler.is_compiling()
-        and _PLAIN.issuperset(map(type, tensors))
+        _PLAIN.issuperset(map(type, tensors))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and x is not None

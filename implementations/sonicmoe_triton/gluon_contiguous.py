@@ -53,6 +53,7 @@ from implementations.sonicmoe_triton.gluon_common import (
 )
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import check_down_projection, check_input_gradient
 
 #: Warps of the producer: one thread's work.
 PRODUCER_WARPS = gl.constexpr(1)
@@ -324,11 +325,11 @@ def _run(
     block_m = routing.block_m
     options = options or choose(columns, k)
     tile_count = routing.max_tiles * cdiv(columns, options.block_n)
-    stride = tiles.multiprocessors(a.device)
+    grid, stride = tiles.programs(tile_count, a.device)
     a, b = tiles.dense(a), tiles.dense(b)
     b_box = (1, options.block_n, options.block_k) if b_transposed else (1, options.block_k, options.block_n)
     _launcher(columns, k, b_transposed, bias is not None, block_m, stride, options)(
-        (min(stride, tile_count),),
+        (grid,),
         (
             descriptor(a, a.shape, (k, 1), (block_m, options.block_k)),
             descriptor(b, b.shape, (columns * k, b.shape[2], 1), b_box),
@@ -353,15 +354,9 @@ def down_projection(
         ValueError: a is neither bfloat16 nor float16; d or n is no multiple of 16 bytes; a tensor's shape, dtype or
             device does not fit the others; the options do not fit the routing's block_m or shared memory.
     """
-    experts, d, n = w2.shape
-    rows = routing.rows
     check_dtype(a.dtype)
-    tiles.check_width("d", d, a.dtype)
-    tiles.check_width("n", n, a.dtype)
-    tiles.check_shape("a", a, (rows, n), a.dtype, a.device)
-    tiles.check_shape("w2", w2, (experts, d, n), a.dtype, a.device)
-    if bias2 is not None:
-        tiles.check_shape("bias2", bias2, (experts, d), bias2.dtype, a.device)
+    d, _ = check_down_projection(a, w2, routing, bias2)
+    rows = routing.rows
     y = torch.empty(rows, d, dtype=a.dtype, device=a.device)
     if rows:
         _run(a, w2, True, bias2, y, routing, options)
@@ -377,13 +372,9 @@ def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, options: Option
         ValueError: grad_h is neither bfloat16 nor float16; d or H's width is no multiple of 16 bytes; a tensor's shape,
             dtype or device does not fit the others; the options do not fit the routing's block_m or shared memory.
     """
-    experts, hidden, d = w1.shape
-    rows = routing.rows
     check_dtype(grad_h.dtype)
-    tiles.check_width("d", d, grad_h.dtype)
-    tiles.check_width("H's width", hidden, grad_h.dtype)
-    tiles.check_shape("grad_h", grad_h, (rows, hidden), grad_h.dtype, grad_h.device)
-    tiles.check_shape("w1", w1, (experts, hidden, d), grad_h.dtype, grad_h.device)
+    d, _ = check_input_gradient(grad_h, w1, routing)
+    rows = routing.rows
     grad_rows = torch.empty(rows, d, dtype=grad_h.dtype, device=grad_h.device)
     if rows:
         _run(grad_h, w1, False, None, grad_rows, routing, options)

@@ -266,7 +266,7 @@ def widen(x):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    """1 / (1 + exp(-x)) within a few units in the last place, by a third of the instructions that tl.sigmoid takes: the
+    """1 / (1 + exp(-x)) within a few units in the last place, by fewer instructions than tl.sigmoid takes: the
     tensor cores stand still for every one of them. Values below 2^-126 come out as zero."""
     return gl.inline_asm_elementwise(
         """{

@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
@@ -56,6 +55,7 @@ from implementations.sonicmoe_triton.gluon_gathered import (
 )
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import check_hidden_gradient
 
 
 @gluon.jit
@@ -215,17 +215,9 @@ def hidden_gradient(
         ValueError: unknown activation; d or n is no multiple of 16 bytes; a tensor's shape, dtype or device does not
             fit the others; float32; the routing was not made for tiles of 128 rows.
     """
-    halves = 2 if is_gated(activation) else 1
-    experts, d, n = w2.shape
-    rows = routing.rows
-    dtype, device = grad_out.dtype, grad_out.device
-    check_dtype(dtype)
-    tiles.check_width("d", d, dtype)
-    tiles.check_width("n", n, dtype)
-    tiles.check_shape("grad_out", grad_out, (grad_out.shape[0], d), dtype, device)
-    tiles.check_shape("w2", w2, (experts, d, n), dtype, device)
-    tiles.check_shape("h", h, (rows, halves * n), dtype, device)
-    tiles.check_shape("row_scores", row_scores, (rows,), torch.float32, device)
+    check_dtype(grad_out.dtype)
+    halves, experts, d, n = check_hidden_gradient(grad_out, w2, h, row_scores, routing, activation)
+    rows, dtype, device = routing.rows, grad_out.dtype, grad_out.device
     grad_h = torch.empty(rows, halves * n, dtype=dtype, device=device)
     scaled_a = torch.empty(rows, n, dtype=dtype, device=device)
     if rows == 0:
@@ -235,7 +227,7 @@ def hidden_gradient(
     tiles.check_block_m(tile, routing.block_m)
     column_tiles = cdiv(n, tile.block_n)
     partial_scores = torch.empty(column_tiles, rows, dtype=torch.float32, device=device)
-    grid, stride = tiles.programs(tile, routing.max_tiles * column_tiles, device)
+    grid, stride = tiles.programs(routing.max_tiles * column_tiles, device)
     _launcher(make_plan(d, n, activation, halves, tile.block_n, stride, options))(
         (grid,),
         (

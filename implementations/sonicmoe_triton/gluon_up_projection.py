@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
@@ -54,6 +53,7 @@ from implementations.sonicmoe_triton.gluon_gathered import (
 )
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import check_up_projection
 
 
 @gluon.jit
@@ -187,16 +187,8 @@ def up_projection(
         ValueError: unknown activation; d or n is no multiple of 16 bytes; a tensor's shape, dtype or device does not
             fit the others; float32; the routing was not made for tiles of 128 rows.
     """
-    halves = 2 if is_gated(activation) else 1
-    experts, hidden, d = w1.shape
-    n = hidden // halves
     check_dtype(x.dtype)
-    tiles.check_width("d", d, x.dtype)
-    tiles.check_width("n", n, x.dtype)
-    tiles.check_shape("x", x, (x.shape[0], d), x.dtype, x.device)
-    tiles.check_shape("w1", w1, (experts, halves * n, d), x.dtype, x.device)
-    if bias1 is not None:
-        tiles.check_shape("bias1", bias1, (experts, halves * n), bias1.dtype, x.device)
+    halves, experts, d, n = check_up_projection(x, w1, activation, bias1)
     rows = routing.rows
     h = torch.empty(rows, halves * n, dtype=x.dtype, device=x.device)
     a = torch.empty(rows, n, dtype=x.dtype, device=x.device)
@@ -206,7 +198,7 @@ def up_projection(
     tile = options.tile
     tiles.check_block_m(tile, routing.block_m)
     columns = tile.block_n // halves
-    grid, stride = tiles.programs(tile, routing.max_tiles * cdiv(n, columns), x.device)
+    grid, stride = tiles.programs(routing.max_tiles * cdiv(n, columns), x.device)
     _launcher(make_plan(d, n, activation, halves, columns, stride, options, bias1 is not None))(
         (grid,),
         (

@@ -56,6 +56,7 @@ from implementations.sonicmoe_triton.gluon_common import (
 )
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import check_down_weight_gradient, check_up_weight_gradient
 
 #: Warps of the producer.
 PRODUCER_WARPS = gl.constexpr(4)
@@ -359,9 +360,9 @@ def _launch(gathered: Tensor, dense: Tensor, out: Tensor, routing: Routing, opti
     options = narrowed(options, gathered.shape[1], dense.shape[1])
     loaded, stored = box_shapes(options, up)
     count = cdiv(gathered.shape[1], options.gathered) * cdiv(dense.shape[1], options.dense)
-    stride = tiles.multiprocessors(out.device)
+    grid, stride = tiles.programs(routing.num_experts * count, out.device)
     _launcher(options, up, routing.num_experts, gathered.shape[1], dense.shape[1], stride)(
-        (min(stride, routing.num_experts * count),),
+        (grid,),
         (
             gathered,
             ragged(dense, dense.shape, (dense.shape[1], 1), loaded),
@@ -386,12 +387,8 @@ def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing, options: Opt
             device does not fit the others.
     """
     rows, experts = routing.rows, routing.num_experts
-    hidden, d = grad_h.shape[-1], x.shape[-1]
     check_dtype(x.dtype)
-    tiles.check_width("d", d, x.dtype)
-    tiles.check_width("H's width", hidden, x.dtype)
-    tiles.check_shape("x", x, (x.shape[0], d), x.dtype, x.device)
-    tiles.check_shape("grad_h", grad_h, (rows, hidden), x.dtype, x.device)
+    hidden, d = check_up_weight_gradient(grad_h, x, routing)
     if rows == 0:
         return torch.zeros(experts, hidden, d, dtype=x.dtype, device=x.device)
     grad_w1 = torch.empty(experts, hidden, d, dtype=x.dtype, device=x.device)
@@ -408,13 +405,9 @@ def down_weight_gradient(
             not fit the others.
     """
     rows, experts = routing.rows, routing.num_experts
-    d, n = grad_out.shape[-1], scaled_a.shape[-1]
+    check_dtype(grad_out.dtype)
+    d, n = check_down_weight_gradient(grad_out, scaled_a, routing)
     dtype, device = grad_out.dtype, grad_out.device
-    check_dtype(dtype)
-    tiles.check_width("d", d, dtype)
-    tiles.check_width("n", n, dtype)
-    tiles.check_shape("grad_out", grad_out, (grad_out.shape[0], d), dtype, device)
-    tiles.check_shape("scaled_a", scaled_a, (rows, n), dtype, device)
     if rows == 0:
         return torch.zeros(experts, d, n, dtype=dtype, device=device)
     grad_w2 = torch.empty(experts, d, n, dtype=dtype, device=device)

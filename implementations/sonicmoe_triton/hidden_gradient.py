@@ -21,9 +21,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.activations import activation_backward, is_gated
+from implementations.sonicmoe_triton.activations import activation_backward
 from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import check_hidden_gradient
 from implementations.sonicmoe_triton.rows import gathered, load_step, locate
 from implementations.sonicmoe_triton.tiles import Tile
 
@@ -193,16 +194,8 @@ def hidden_gradient(
         ValueError: unknown activation; d or n is no multiple of 16 bytes; a tensor's shape, dtype or device does not
             fit the others; the tile's block_m is not the routing's.
     """
-    halves = 2 if is_gated(activation) else 1
-    experts, d, n = w2.shape
-    rows = routing.rows
-    dtype, device = grad_out.dtype, grad_out.device
-    tiles.check_width("d", d, dtype)
-    tiles.check_width("n", n, dtype)
-    tiles.check_shape("grad_out", grad_out, (grad_out.shape[0], d), dtype, device)
-    tiles.check_shape("w2", w2, (experts, d, n), dtype, device)
-    tiles.check_shape("h", h, (rows, halves * n), dtype, device)
-    tiles.check_shape("row_scores", row_scores, (rows,), torch.float32, device)
+    halves, _, d, n = check_hidden_gradient(grad_out, w2, h, row_scores, routing, activation)
+    rows, dtype, device = routing.rows, grad_out.dtype, grad_out.device
     grad_h = torch.empty(rows, halves * n, dtype=dtype, device=device)
     scaled_a = torch.empty(rows, n, dtype=dtype, device=device)
     if rows == 0:

@@ -7,8 +7,8 @@ pairs of expert e in block b of consecutive pairs, a pair's row is
 
 Three small kernels: h; its exclusive prefix over the blocks, and each expert's count; the rows, with the scores in
 their order, and beside them expert_offsets and the tile map. The last sorts each block by (expert, position): the rank
-is then the sorted position minus where the expert's run starts, at a fifth of the instructions of comparing all
-positions with each other.
+is then the sorted position minus where the expert's run starts, which costs less than comparing all positions with
+each other.
 """
 
 from __future__ import annotations
@@ -182,13 +182,6 @@ def _routing_rows_kernel(  # type: ignore[no-untyped-def]
             tl.store(row_scores_ptr + row, tl.load(scores_ptr + pair, mask=live, other=0.0), mask=live)
 
 
-@triton.jit
-def _row_order_kernel(values_ptr, reverse_ptr, out_ptr, pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(reverse_ptr + pair, mask=pair < pairs, other=0)
-    tl.store(out_ptr + row, tl.load(values_ptr + pair, mask=pair < pairs), mask=pair < pairs)
-
-
 class _Launchers(NamedTuple):
     count_pairs: Launcher
     scan_blocks: Launcher
@@ -207,9 +200,6 @@ def _launchers(
         Launcher(_routing_scan_kernel, {**experts, "CHUNK": scan}, num_warps=4),
         Launcher(_routing_rows_kernel, {**kind, **sizes, "BLOCK_M": block_m, "TILES": tiles}, num_warps=2),
     )
-
-
-_row_order = Launcher(_row_order_kernel, {"BLOCK": 1024})
 
 
 def padded_experts(num_experts: int) -> int:
@@ -305,14 +295,3 @@ def _route(
         ),
     )  # fmt: skip
     return routing, row_scores
-
-
-def to_row_order(values: Tensor, routing: Routing) -> Tensor:
-    """(R,) in row order from P values in pair order ((T, K) or (P,)): ``out[reverse[p]] = values[p]``."""
-    if values.numel() != routing.rows:
-        raise ValueError(f"{values.numel()} values for {routing.rows} pairs")
-    values = values.reshape(-1).contiguous()
-    out = torch.empty_like(values)
-    if values.numel():
-        _row_order((cdiv(values.numel(), 1024),), (values, routing.reverse, out, values.numel()))
-    return out

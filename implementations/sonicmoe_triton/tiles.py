@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implementations.sonicmoe_triton.launching import Launcher, next_power_of_2
+from implementations.sonicmoe_triton import launching
+from implementations.sonicmoe_triton.launching import next_power_of_2
 
 UP_PROJECTION = "up_projection"
 DOWN_PROJECTION = "down_projection"
@@ -37,7 +38,6 @@ class Tile:
         warps, stages: warps of a program; steps of the contraction in flight at once.
         flatten: fuse the loop over tiles with the loop over steps, so that a tile's first loads overlap the stores of
             the tile before it. The weight gradients, whose contraction is as long as an expert's rows, ignore it.
-        programs: persistent programs for each multiprocessor.
     """
 
     block_m: int
@@ -46,7 +46,6 @@ class Tile:
     warps: int
     stages: int
     flatten: bool = False
-    programs: int = 1
 
 
 _WIDE = Tile(128, 256, 64, warps=8, stages=4)
@@ -99,19 +98,19 @@ def choose(kernel: str, d: int, n: int, element_size: int, block_m: int = 128, h
         block_k = min(block_k, _power_of_two(steps, 16))
     if block_m < 128 and block_n <= 128:
         warps = 4
-    return Tile(block_m, block_n, block_k, warps, stages, tile.flatten and element_size == 2, tile.programs)
+    return Tile(block_m, block_n, block_k, warps, stages, tile.flatten and element_size == 2)
 
 
 def _power_of_two(width: int, least: int) -> int:
     return max(least, next_power_of_2(width))
 
 
-def programs(tile: Tile, tiles: int, device: torch.device) -> tuple[int, int]:
-    """(grid, stride) of a persistent launch over at most ``tiles`` tiles.
+def programs(tiles: int, device: torch.device) -> tuple[int, int]:
+    """(grid, stride) of a persistent launch over at most ``tiles`` tiles, one program for each multiprocessor.
 
     Program i works through the tiles i, i + stride, …. The stride depends on the device alone, so that it can be a
     compile-time constant without a new compilation for every number of rows."""
-    stride = multiprocessors(device) * tile.programs
+    stride = multiprocessors(device)
     return min(stride, tiles), stride
 
 
@@ -122,20 +121,15 @@ def launch(kernel: Any, tile: Tile, tiles: int, args: Sequence[Any], like: Tenso
         args: all that are no constexprs.
         like: a tensor of the operands' dtype and device.
         constants: the constexprs, but for those that all six kernels have."""
-    grid, stride = programs(tile, tiles, like.device)
-    _launcher(kernel, tile, stride, precision(like.dtype), **constants)((grid,), args)
-
-
-@functools.cache
-def _launcher(kernel: Any, tile: Tile, stride: int, precision: str, **constants: Any) -> Launcher:
+    grid, stride = programs(tiles, like.device)
     constants |= {
-        "PRECISION": precision,
+        "PRECISION": precision(like.dtype),
         "BM": tile.block_m,
         "BN": tile.block_n,
         "BK": tile.block_k,
         "PROGRAMS": stride,
     }
-    return Launcher(kernel, constants, num_warps=tile.warps, num_stages=tile.stages)
+    launching.launch(kernel, (grid,), args, constants, {"num_warps": tile.warps, "num_stages": tile.stages})
 
 
 @functools.cache

@@ -19,9 +19,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.activations import activate, is_gated
+from implementations.sonicmoe_triton.activations import activate
 from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import check_up_projection
 from implementations.sonicmoe_triton.rows import gathered, load_step, locate
 from implementations.sonicmoe_triton.tiles import Tile
 
@@ -99,15 +100,7 @@ def up_projection(
         ValueError: unknown activation; d or n is no multiple of 16 bytes; a tensor's shape, dtype or device does not
             fit the others; the tile's block_m is not the routing's.
     """
-    halves = 2 if is_gated(activation) else 1
-    experts, hidden, d = w1.shape
-    n = hidden // halves
-    tiles.check_width("d", d, x.dtype)
-    tiles.check_width("n", n, x.dtype)
-    tiles.check_shape("x", x, (x.shape[0], d), x.dtype, x.device)
-    tiles.check_shape("w1", w1, (experts, halves * n, d), x.dtype, x.device)
-    if bias1 is not None:
-        tiles.check_shape("bias1", bias1, (experts, halves * n), bias1.dtype, x.device)
+    halves, experts, d, n = check_up_projection(x, w1, activation, bias1)
     rows = routing.rows
     h = torch.empty(rows, halves * n, dtype=x.dtype, device=x.device)
     a = torch.empty(rows, n, dtype=x.dtype, device=x.device)

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import check_down_weight_gradient, check_up_weight_gradient
 from implementations.sonicmoe_triton.tiles import Tile
 
 
@@ -128,11 +129,7 @@ def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing, tile: Tile |
             others.
     """
     rows, experts = routing.rows, routing.num_experts
-    hidden, d = grad_h.shape[-1], x.shape[-1]
-    tiles.check_width("d", d, x.dtype)
-    tiles.check_width("H's width", hidden, x.dtype)
-    tiles.check_shape("x", x, (x.shape[0], d), x.dtype, x.device)
-    tiles.check_shape("grad_h", grad_h, (rows, hidden), x.dtype, x.device)
+    hidden, d = check_up_weight_gradient(grad_h, x, routing)
     if rows == 0:
         return torch.zeros(experts, hidden, d, dtype=x.dtype, device=x.device)
     grad_w1 = torch.empty(experts, hidden, d, dtype=x.dtype, device=x.device)
@@ -163,12 +160,8 @@ def down_weight_gradient(grad_out: Tensor, scaled_a: Tensor, routing: Routing, t
         ValueError: d or n is no multiple of 16 bytes; a tensor's shape, dtype or device does not fit the others.
     """
     rows, experts = routing.rows, routing.num_experts
-    d, n = grad_out.shape[-1], scaled_a.shape[-1]
+    d, n = check_down_weight_gradient(grad_out, scaled_a, routing)
     dtype, device = grad_out.dtype, grad_out.device
-    tiles.check_width("d", d, dtype)
-    tiles.check_width("n", n, dtype)
-    tiles.check_shape("grad_out", grad_out, (grad_out.shape[0], d), dtype, device)
-    tiles.check_shape("scaled_a", scaled_a, (rows, n), dtype, device)
     if rows == 0:
         return torch.zeros(experts, d, n, dtype=dtype, device=device)
     grad_w2 = torch.empty(experts, d, n, dtype=dtype, device=device)

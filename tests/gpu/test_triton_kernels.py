@@ -22,7 +22,7 @@ from implementations.sonicmoe_triton.aggregation import aggregate
 from implementations.sonicmoe_triton.biases import expert_sum, row_products
 from implementations.sonicmoe_triton.contiguous_gemm import down_projection, input_gradient
 from implementations.sonicmoe_triton.hidden_gradient import hidden_gradient
-from implementations.sonicmoe_triton.metadata import Routing, make_routing, to_row_order
+from implementations.sonicmoe_triton.metadata import Routing, route
 from implementations.sonicmoe_triton.router import router_backward, top_k
 from implementations.sonicmoe_triton.up_projection import up_projection
 from implementations.sonicmoe_triton.weight_gradient import down_weight_gradient, up_weight_gradient
@@ -69,7 +69,7 @@ def big(request: pytest.FixtureRequest) -> Iterator[Big]:
     logits = x @ router.T
     experts = torch.topk(logits.float(), K).indices.int()
     scores = router_scores(logits.float(), experts.long(), "topk_softmax")
-    routing = make_routing(experts, E)
+    routing, row_scores = route(scores, experts, E)
     h = random(T * K, 2 * n)
     gate, up = h.chunk(2, dim=1)
     yield Big(
@@ -84,7 +84,7 @@ def big(request: pytest.FixtureRequest) -> Iterator[Big]:
         scores=scores,
         experts=experts,
         routing=routing,
-        row_scores=to_row_order(scores, routing),
+        row_scores=row_scores,
         h=h,
         a=F.silu(gate) * up,
         offsets=routing.expert_offsets.tolist(),
@@ -209,8 +209,9 @@ def test_router_backward(big: Big, convention: str) -> None:
     )  # fmt: skip
     got = router_backward(scores, chosen, grad, *arguments)
     assert relative([(got, want)]) < LIMIT
-    routing = make_routing(chosen, big.shape.E)
-    row_scores, row_grad = to_row_order(scores, routing), to_row_order(grad, routing)
+    routing, row_scores = route(scores, chosen, big.shape.E)
+    row_grad = torch.empty_like(row_scores)
+    row_grad[routing.reverse.long()] = grad.reshape(-1)
     by_rows = router_backward(row_scores, chosen, row_grad, *arguments, reverse=routing.reverse)
     # Not bit for bit: two kernels, and their compilers contract products and sums differently.
     assert relative([(by_rows, want)]) < LIMIT

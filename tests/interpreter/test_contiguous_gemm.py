@@ -10,7 +10,7 @@ from implementations.sonicmoe_triton.tiles import Tile
 
 from . import grouped_cases as cases
 
-FLATTENED = Tile(16, 16, 32, warps=4, stages=3, flatten=True, programs=2)
+FLATTENED = Tile(16, 16, 32, warps=4, stages=3, flatten=True)
 
 
 @pytest.mark.parametrize("tile", [cases.SMALL_TILE, FLATTENED])

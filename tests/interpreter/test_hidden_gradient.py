@@ -12,7 +12,7 @@ from implementations.sonicmoe_triton.tiles import Tile
 from . import grouped_cases as cases
 
 ONE_COLUMN_TILE = cases.SMALL_TILE
-TWO_COLUMN_TILES = Tile(16, 16, 32, warps=4, stages=3, flatten=True, programs=2)
+TWO_COLUMN_TILES = Tile(16, 16, 32, warps=4, stages=3, flatten=True)
 #: Wider than a slice of the epilogue.
 SEVERAL_SLICES = Tile(16, 128, 32, warps=4, stages=3)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from implementations.sonicmoe_triton import metadata
-from implementations.sonicmoe_triton.metadata import Routing, make_routing, route, to_row_order
+from implementations.sonicmoe_triton.metadata import Routing, make_routing, route
 
 
 @pytest.fixture
@@ -94,12 +94,9 @@ def test_row_order(small_blocks: None) -> None:
     scores = torch.rand(23, 3)
     expected = torch.empty(69)
     expected[routing.reverse.long()] = scores.reshape(-1)
-    assert torch.equal(to_row_order(scores, routing), expected)
     again, row_scores = route(scores, chosen, 5)
     assert torch.equal(row_scores, expected) and torch.equal(again.reverse, routing.reverse)
-    assert torch.equal(to_row_order(scores.T.contiguous().T, routing), expected)
-    with pytest.raises(ValueError, match="68 values for 69 pairs"):
-        to_row_order(scores.reshape(-1)[1:], routing)
+    assert torch.equal(route(scores.T.contiguous().T, chosen, 5)[1], expected)
     with pytest.raises(ValueError, match="68 scores for 69 pairs"):
         route(scores.reshape(-1)[1:], chosen, 5)
 

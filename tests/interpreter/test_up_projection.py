@@ -42,7 +42,7 @@ def test_activations_and_bias(name: str) -> None:
 
 
 def test_flattened_loop_and_several_programs() -> None:
-    check("uneven", torch.float32, tile=Tile(16, 16, 32, warps=4, stages=3, flatten=True, programs=2))
+    check("uneven", torch.float32, tile=Tile(16, 16, 32, warps=4, stages=3, flatten=True))
 
 
 def test_chosen_tile() -> None:

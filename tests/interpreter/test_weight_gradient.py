@@ -13,7 +13,7 @@ from implementations.sonicmoe_triton.weight_gradient import down_weight_gradient
 from . import grouped_cases as cases
 
 #: block_k 16 meets a whole step (16 rows), a step and a tail (19) and a tail alone (1).
-TILES = (Tile(32, 16, 16, warps=4, stages=2), Tile(16, 32, 8, warps=4, stages=3, programs=2))
+TILES = (Tile(32, 16, 16, warps=4, stages=2), Tile(16, 32, 8, warps=4, stages=3))
 
 
 def reference(left: Tensor, right: Tensor, routing: Routing) -> Tensor:

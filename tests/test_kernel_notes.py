@@ -1,0 +1,147 @@
+"""The tables of our kernels' notes, cell by cell, and the table of tuned choices, against what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from implementations.sonicmoe_triton.tuned import PLAIN, TABLE
+from plots.kernel_table import NOTES
+from plots.rows import RESULTS
+
+FOLDER = RESULTS / "nvidia_h200" / "tuning"
+LAYERS = {
+    "7B": "24576,1536,256,128,8",
+    "30B": "32768,4096,256,256,16",
+    "120B": "32768,4096,1024,128,8",
+}
+CONTIGUOUS = {
+    "plain, 128×256×64, 3 stages, flattened": "plain",
+    "plain, 4 stages": "plain4",
+    "two groups share a 128×256 tile, 4 stages": "default",
+    "… one may only start when the other stores": "ordered",
+    "… steps of 32, 8 stages": "k32",
+    "… steps of 128, 2 stages": "k128",
+    "… B kept in shared memory over an expert's rows": "keep",
+    "one group of 8 warps": "joint",
+    "**ping-pong of 128×128 tiles**, 5 stages": "pingpong5",
+    "**ping-pong of 128×128 tiles**, 6 stages": "pingpong6",
+    "two programs a multiprocessor, 128×128": "two",
+}
+WEIGHTS = {
+    "plain dW1 256×128×32, dW2 128×256×32, 7 stages": {"dW1": "plain 256x128x32 s7", "dW2": "plain 128x256x32 s7"},
+    "plain, 128×256×64, 4 stages": "plain 128x256x64 s4",
+    "**two groups, 128 gathered × 256 dense, steps of 64, 4 stages**": "gluon default",
+    "… steps of 32, 8 stages": "bk32 s8",
+    "… 3 stages, whole tile staged": "bk64 s3 b4",
+    "one group of 8 warps": "c1",
+    "256 gathered (as columns) × 128 dense": "g256 cols",
+    "three groups, 192 gathered × 256 dense, 3 stages": "192 c3 s3",
+    "longest experts first (sorted on the device; uniform routing)": "longest",
+}
+GATHERED: dict[str, dict[str, Any]] = {
+    "plain, 128×256×64, 4 stages": {"plain": True},
+    "one group of 8 warps, 128×256": {"block_n": 256},
+    "… an expert's last rows by ragged TMA stores": {"block_n": 256, "ragged": True},
+    "two groups of 4 warps, 64 rows each": {"block_n": 256, "groups": 2},
+    "… ragged": {"block_n": 256, "groups": 2, "ragged": True},
+}
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return list(json.loads((FOLDER / name).read_text()))
+
+
+TUNED = json.loads((FOLDER / "sonicmoe_triton.json").read_text())["measured"]
+
+
+def contiguous(variant: str, column: str) -> float | None:
+    layer, kernel = column.split()
+    found = [
+        row["ms"]
+        for row in rows_of("trial_contiguous.json")
+        if "ms" in row and (row["layer"], row["kernel"], row["variant"]) == (layer, kernel.lower(), CONTIGUOUS[variant])
+    ]
+    return found[0] if found else None
+
+
+def weights(variant: str, column: str) -> float | None:
+    layer, kernel = column.split()
+    name = WEIGHTS[variant]
+    name = name if isinstance(name, str) else name[kernel]
+    found = [
+        row["ms"]
+        for row in rows_of("trial_weight_gradients.json")
+        if row.get("ms") and (row["shape"], row["kernel"], row["variant"]) == (layer, kernel, name)
+    ]
+    return found[0] if found else None
+
+
+def gathered(variant: str, column: str) -> float | None:
+    layer, kernel = column.split()
+    full = {"dH": "hidden_gradient", "up": "up_projection"}[kernel]
+    (found,) = (
+        row["ms"]
+        for row in TUNED
+        if (row["shape"], row["kernel"], row["options"]) == (LAYERS[layer], full, GATHERED[variant])
+    )
+    return float(found)
+
+
+@pytest.mark.parametrize(
+    ("section", "names", "measured"),
+    [
+        ("## Down-projection", CONTIGUOUS, contiguous),
+        ("## Weight gradients", WEIGHTS, weights),
+        ("## dH and up", GATHERED, gathered),
+    ],
+)
+def test_the_notes_hold_what_was_measured(
+    section: str, names: dict[str, Any], measured: Callable[[str, str], float | None]
+) -> None:
+    text = NOTES.read_text(encoding="utf-8").split(section, 1)[1].split("\n## ", 1)[0]
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    columns, rows = table[0][1:], table[2:]
+    assert [row[0] for row in rows] == list(names)
+    for label, *cells in rows:
+        for column, cell in zip(columns, cells, strict=True):
+            ms = measured(label, column)
+            if cell == "–":
+                assert ms is None, (label, column, ms)
+            else:
+                digits = len(cell.strip("*").split(".")[1])
+                assert ms is not None and cell.strip("*") == f"{ms:.{digits}f}", (label, column, cell, ms)
+
+
+def old_name(kernel: str, options: dict[str, Any] | None) -> dict[str, Any]:
+    """How the tuning file calls what the table calls `options` today; None: today's default."""
+    if kernel == "up_projection" and options is None:
+        return {"block_n": 256, "groups": 2}
+    if kernel == "hidden_gradient" and options is None:
+        return {"block_n": 256, "groups": 2, "ragged": True}
+    if "weight" in kernel:
+        if options is None:
+            return {"slice_columns": 128, "buffers": 1}
+        return {key: value for key, value in options.items() if key not in ("slice_columns", "buffers")}
+    return options or {}
+
+
+@pytest.mark.parametrize(
+    "choice", json.loads(TABLE.read_text())["choices"], ids=lambda c: f"{c['kernel']}-{c['width']}"
+)
+def test_every_tuned_choice_was_faster_than_the_default(choice: dict[str, Any]) -> None:
+    of = [row for row in TUNED if all(row[key] == choice[key] for key in ("kernel", "d", "width"))]
+    # Two layers of equal widths: the last one counts.
+    of = [row for row in of if row["shape"] == of[-1]["shape"]]
+    times = {json.dumps(row["options"], sort_keys=True): row["ms"] for row in of}
+    chosen, default = (
+        times[json.dumps(old_name(choice["kernel"], options), sort_keys=True)] for options in (choice["options"], None)
+    )
+    assert chosen < 0.99 * default
+    if choice["options"] == PLAIN:
+        assert chosen == min(times.values())
