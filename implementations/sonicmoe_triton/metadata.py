@@ -100,7 +100,7 @@ def _routing_count_kernel(  # type: ignore[no-untyped-def]
     tl.store(block_counts_ptr + block * E + lane, count, mask=lane < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _routing_scan_kernel(  # type: ignore[no-untyped-def]
     block_counts_ptr, blocks, E: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -144,7 +144,8 @@ def _store_tiles(  # type: ignore[no-untyped-def]
         tl.store(tile_row_ptr + unused, all_rows)
 
 
-@triton.jit
+# Otherwise a kernel for each kind of number of tokens: `pairs` alone, whose divisibility makes wider loads, is enough.
+@triton.jit(do_not_specialize=["blocks", "max_tiles"])
 def _routing_rows_kernel(  # type: ignore[no-untyped-def]
     experts_ptr, tokens_ptr, scores_ptr, block_prefix_ptr, gather_ptr, reverse_ptr, row_scores_ptr,
     expert_offsets_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, pairs, blocks, max_tiles,
