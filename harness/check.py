@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from harness.environment import gpu_name
 from harness.errors import UserError
@@ -19,6 +19,33 @@ from harness.registry import choices, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
 
 TIME_LIMIT_S = 300.0
+_HEADINGS = ("implementation", "dtype", "routing", "result", "largest relative L2 error")
+
+
+class _Lines:
+    """One line for each outcome, shown when it is known: upstream kernels may compile and tune for minutes at a new
+    shape, and whoever ends the wait keeps what is there."""
+
+    def __init__(self, out: Console, plugins: Sequence[Implementation], distributions: Sequence[str]) -> None:
+        self._out = out
+        names = [f"{p.name} {v}".strip() for p in plugins for vs in (*p.variants.values(), ("",)) for v in vs]
+        columns = (names, list(DTYPES), list(distributions), ["not installed"])
+        self._widths = [max(map(len, [head, *cells])) for head, cells in zip(_HEADINGS, columns, strict=False)]
+        self.add(*_HEADINGS, style="bold")
+
+    def add(self, *cells: str, style: str = "") -> None:
+        """The cells of one line; the last one may be long and is folded, the result before it is coloured."""
+        colour = {"ok": "green", "wrong": "red", "crashed": "red", "timeout": "red"}.get(cells[3], "")
+        padded = [escape(cell.ljust(width)) for cell, width in zip(cells, self._widths, strict=False)]
+        if colour:
+            padded[3] = f"[{colour}]{padded[3]}[/]"
+        self._out.print("  ".join([*padded, escape(cells[4])]), style=style or None, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Shows at a terminal what is being waited for."""
+        with self._out.status(escape(text)) if self._out.is_terminal else contextlib.nullcontext():
+            yield
 
 
 def check_implementations(
@@ -41,16 +68,11 @@ def check_implementations(
     has_gpu = gpu_name() is not None
     if device == "cuda" and not has_gpu:
         raise UserError("--device cuda: this machine has no NVIDIA GPU")
-    table = Table()
-    for column in ("implementation", "dtype", "routing", "result", "largest relative L2 error"):
-        table.add_column(column, overflow="fold")
-    failed = 0
-    for plugin in plugins:
-        failed += _check_one(
-            table, plugin, parsed, dtype, device or _device(plugin, has_gpu), distributions, bool(names)
-        )
-    out.print(table)
-    return failed
+    lines = _Lines(out, plugins, distributions or DISTRIBUTIONS)
+    return sum(
+        _check_one(lines, plugin, parsed, dtype, device or _device(plugin, has_gpu), distributions, bool(names))
+        for plugin in plugins
+    )
 
 
 def _device(plugin: Implementation, has_gpu: bool) -> str:
@@ -58,7 +80,7 @@ def _device(plugin: Implementation, has_gpu: bool) -> str:
 
 
 def _check_one(
-    table: Table,
+    lines: _Lines,
     plugin: Implementation,
     shape: MoEShape,
     dtype: str,
@@ -66,10 +88,10 @@ def _check_one(
     distributions: Sequence[str],
     asked_for: bool,
 ) -> int:
-    """Rows of one plugin; returns how many failed. One that is ``asked_for`` by name fails where it is missing."""
+    """Lines of one plugin; returns how many failed. One that is ``asked_for`` by name fails where it is missing."""
     missing = installed_reason(plugin)
     if missing:
-        table.add_row(plugin.name, "", "", "not installed", escape(missing))
+        lines.add(plugin.name, "", "", "not installed", missing)
         return int(asked_for)
     # fp32 shows mistakes that a wide tolerance hides; GPUs compute these layers in bf16.
     preferred = [dtype] if dtype else [d for d in ("float32", "bfloat16") if d in plugin.dtypes]
@@ -89,19 +111,20 @@ def _check_one(
                     refused = ("unsupported", impossible) if impossible else refusal(plugin, point)
                     cells = (f"{plugin.name} {variant}".strip(), point.dtype, distribution)
                     if refused:
-                        table.add_row(*cells, refused[0], escape(refused[1]))
+                        lines.add(*cells, *refused)
                         failed += refused[0] == "crashed"
                         continue
                     if worker is None:
                         worker = WorkerProcess()
-                    verdict = _verdict(worker, point)
-                    table.add_row(*cells, *verdict[1:])
+                    with lines.waiting(" ".join(cells)):
+                        verdict = _verdict(worker, point)
+                    lines.add(*cells, *verdict[1:])
                     failed += not verdict[0]
                     if verdict[1] in ("crashed", "timeout"):
                         worker.close(patience_s=0.0)
                         worker = None
     except WorkerStartError as error:
-        table.add_row(plugin.name, "", "", "crashed", escape(str(error)))
+        lines.add(plugin.name, "", "", "crashed", str(error))
         failed += 1
     finally:
         if worker is not None:
@@ -121,9 +144,9 @@ def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, str, str]:
     except WorkerDied as death:
         return False, "crashed", f"{describe_exit(death.exit_code)}, while in {worker.phase}"
     if found.get("event") == "failed":
-        return False, found["status"], escape(found["reason"])
+        return False, found["status"], found["reason"]
     if found.get("reason"):
-        return False, "[red]wrong[/]", escape(found["reason"])
+        return False, "wrong", found["reason"]
     errors: dict[str, float] = found["errors"]
     worst = max(errors, key=lambda name: errors[name])
-    return True, "[green]ok[/]", f"{errors[worst]:.2g} ({worst})"
+    return True, "ok", f"{errors[worst]:.2g} ({worst})"

@@ -130,6 +130,8 @@ def run(
     """Measure sweeps; every outcome is a row in <output>/<sweep>.jsonl."""
     from harness.session import run_sweeps
 
+    global _storing
+    _storing = True
     failed = run_sweeps(
         out, sweeps, only or [], skip or [], shape or [], resume=resume, dry_run=dry_run, output=output, mode=mode
     )
@@ -154,6 +156,8 @@ def reproduce() -> None:
     """Measure what this machine can (the paper's sweeps on a GPU, else CPU scale) and draw every figure."""
     from harness.session import reproduce as run_everything
 
+    global _storing
+    _storing = True
     run_everything(out)
 
 
@@ -162,8 +166,9 @@ class _Ended(BaseException):
     without a word."""
 
 
-#: The signals that asked to stop.
+#: The signals that asked to stop; whether a command was at work that stores rows.
 _signals: list[int] = []
+_storing = False
 
 
 def _end(number: int, _frame: object) -> None:
@@ -190,7 +195,8 @@ def main() -> None:
         if not _signals:
             raise
         with contextlib.suppress(OSError):  # a terminal that has gone
-            print("moebench: interrupted; every finished row is stored, continue with --resume", file=sys.stderr)
+            kept = "; every finished row is stored, continue with --resume" if _storing else ""
+            print(f"moebench: interrupted{kept}", file=sys.stderr)
         sys.exit(128 + _signals[0])
     finally:
         for number, handler in before.items():

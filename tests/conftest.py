@@ -138,14 +138,15 @@ class MoeBench:
     def command(self, *arguments: object) -> list[str]:
         return [sys.executable, "-m", "harness.cli", *map(str, arguments)]
 
-    def start(self, *arguments: object, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-        quiet = subprocess.DEVNULL
+    def start(
+        self, *arguments: object, stdout: int = subprocess.DEVNULL, stderr: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self.command(*arguments),
             cwd=ROOT,
             env=self.environment,
-            stdin=quiet,
-            stdout=quiet,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
             stderr=stderr,
             start_new_session=True,
         )

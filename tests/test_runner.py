@@ -235,6 +235,22 @@ def test_a_signal_ends_a_sweep_in_order(moebench: MoeBench, tmp_path: Path, numb
     assert {row["status"] for row in rows_of(path)} == {"ok"}
 
 
+def test_an_interrupted_check_has_said_what_it_knew(moebench: MoeBench) -> None:
+    names = ("torch_loop", "fake_hangs")
+    process = moebench.start(
+        "check", *names, "--shape", "8,16,8,4,2", "--distribution", "uniform",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines = [process.stdout.readline(), process.stdout.readline()]
+    assert b"largest relative L2 error" in lines[0] and b" ok " in lines[1]
+    os.kill(process.pid, signal.SIGINT)
+    rest, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGINT
+    assert err == b"moebench: interrupted\n" and b"fake_hangs" not in rest
+    assert wait_for_no_process(moebench.mark) == []
+
+
 # One worker, without a sweep.
 
 
