@@ -83,8 +83,9 @@ def build(
         constants = {"D": d, "N": n, "HAS_BIAS": bias}
     elif kernel == tiles.INPUT_GRADIENT:
         function = input_gradient_kernel
-        signature = {"grad_h": boxes(m, bk), "w1": boxes(1, bk, bn), "grad_rows": pointer} | row_tiles
-        constants = {"D": d, "K": halves * n}
+        signature = {"grad_h": boxes(m, bk), "w1": boxes(1, bk, bn), "row_gradients": "*fp32", "router": pointer}
+        signature |= {"grad_rows": pointer} | row_tiles
+        constants = {"D": d, "K": halves * n, "ROUTED": True}
     elif kernel == tiles.HIDDEN_GRADIENT:
         function = hidden_gradient_kernel
         signature = {"grad_out": pointer, "w2": boxes(1, bk, bn), "h": pointer, "row_scores": "*fp32"}

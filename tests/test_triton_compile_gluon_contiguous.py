@@ -42,9 +42,9 @@ class Facts:
     warnings: tuple[str, ...]
 
 
-def build(options: Options, d: int, k: int, b_transposed: bool, element: str = "bf16", bias: bool = False) -> Facts:
+def build(options: Options, d: int, k: int, b_transposed: bool, element: str = "bf16", addend: str = "") -> Facts:
     """Compile the kernel for an output of d columns and a contraction of length k."""
-    plan = make_plan(d, k, b_transposed, bias, block_m=128, stride=132, options=options)
+    plan = make_plan(d, k, b_transposed, addend, block_m=128, stride=132, options=options)
 
     def boxes(*sides: int) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(list(sides), ELEMENTS[element])
@@ -55,7 +55,8 @@ def build(options: Options, d: int, k: int, b_transposed: bool, element: str = "
         "a": boxes(plan.block_m, block_k),
         "b": boxes(1, block_n, block_k) if b_transposed else boxes(1, block_k, block_n),
         "y": boxes(1, 1, plan.block_m, block_n // options.slices),
-        "bias": f"*{element}",
+        "vectors": f"*{element}",
+        "row_weights": "*fp32",
     } | dict.fromkeys(("tile_expert", "tile_row", "expert_offsets", "num_tiles"), "*i32")
     signature = {name: kinds.get(name, "constexpr") for name in contiguous_kernel.arg_names}
     # What a launch finds out of its arguments.
@@ -133,13 +134,14 @@ def test_down_projection(layer: str) -> None:
     d, n = WIDTHS[layer]
     # A bias and float16 with the uneven widths: that saves compilations of their own.
     uneven = layer == "uneven"
-    check(build(choose(d, n), d, n, b_transposed=True, element="fp16" if uneven else "bf16", bias=uneven))
+    element, addend = ("fp16", "bias") if uneven else ("bf16", "")
+    check(build(choose(d, n), d, n, b_transposed=True, element=element, addend=addend))
 
 
 @pytest.mark.parametrize("layer", WIDTHS)
 def test_input_gradient(layer: str) -> None:
     d, n = WIDTHS[layer]
-    check(build(choose(d, 2 * n), d, 2 * n, b_transposed=False))
+    check(build(choose(d, 2 * n), d, 2 * n, b_transposed=False, addend="router"))
 
 
 def test_other_order() -> None:
@@ -155,9 +157,9 @@ def test_options_that_make_no_kernel(options: dict[str, int]) -> None:
 @pytest.mark.parametrize("options", [Options(stages=7), Options(block_n=256, stages=3), Options(block_k=128)])
 def test_plans_that_do_not_fit(options: Options) -> None:
     with pytest.raises(ValueError):
-        make_plan(1536, 256, True, False, block_m=128, stride=132, options=options)
+        make_plan(1536, 256, True, "", block_m=128, stride=132, options=options)
 
 
 @pytest.mark.parametrize(("columns", "k"), [(8, 8), (64, 32), (776, 72), (2880, 2880), (4096, 1024)])
 def test_choose_fits(columns: int, k: int) -> None:
-    make_plan(columns, k, True, False, block_m=128, stride=132, options=choose(columns, k))
+    make_plan(columns, k, True, "", block_m=128, stride=132, options=choose(columns, k))

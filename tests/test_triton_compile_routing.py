@@ -63,7 +63,9 @@ def test_router(experts: int, k: int, element: str, tmp_path: Path) -> None:
         facts = build(kernel, arguments, constants, top_warps, tmp_path)
         assert facts.stack == 0, facts.registers
         arguments |= {"grad_scores_ptr": "*fp32", "reverse_ptr": "*i32", "grad_logits_ptr": f"*{element}"}
-        constants = {**sizes, "OVER_ALL": over_all, "ROW_ORDER": True, "PARTS": 1 if over_all else 8}
+        arguments |= {"row_gradients_ptr": "*fp32"}
+        constants = {**sizes, "OVER_ALL": over_all, "ROW_ORDER": True, "BY_ROW": not over_all}
+        constants |= {"PARTS": 1 if over_all else 8}
         facts = build(router._router_backward_kernel, arguments, constants, warps, tmp_path)
         assert facts.stack == 0, facts.registers
 

@@ -24,6 +24,7 @@ from implementations.sonicmoe_triton import (
     weight_gradient,
 )
 from implementations.sonicmoe_triton.metadata import make_routing
+from implementations.sonicmoe_triton.operands import RouterTerm
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not built")
 
@@ -91,12 +92,12 @@ def test_every_wrapper_asks_triton_once_and_tells_its_name(
         return torch.empty(shape, dtype=torch.bfloat16)
 
     x, w1, w2, h, a = empty(T, D), empty(E, 2 * N, D), empty(E, D, N), empty(ROWS, 2 * N), empty(ROWS, N)
-    scores = torch.empty(ROWS)
+    scores, router = torch.empty(ROWS), empty(E, D)
     for _ in range(2):
         up.up_projection(x, w1, routing, "swiglu")
         contiguous.down_projection(a, w2, routing)
         hidden.hidden_gradient(x, w2, h, scores, routing, "swiglu")
-        contiguous.input_gradient(h, w1, routing)
+        contiguous.input_gradient(h, w1, routing, RouterTerm(scores, router))
         weights.up_weight_gradient(h, x, routing)
         weights.down_weight_gradient(x, a, routing)
     assert len(heard) == len(asked) == 6

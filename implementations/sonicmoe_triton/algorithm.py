@@ -24,6 +24,7 @@ from implementations.sonicmoe_triton.kernels import (
     up_weight_gradient,
 )
 from implementations.sonicmoe_triton.metadata import Routing, route
+from implementations.sonicmoe_triton.operands import RouterTerm
 from implementations.sonicmoe_triton.router import router_backward, top_k
 
 #: M tile of the grouped GEMMs over rows.
@@ -126,6 +127,14 @@ def experts_forward(
     return aggregate(y, routing, weights=row_scores), h
 
 
+class RoutingGradients(NamedTuple):
+    """What the routing makes of dS: its own gradient, and what dX gains by the router, in one of two forms."""
+
+    gradient: Tensor | None = None  # as `Gradients.routing`
+    term: RouterTerm | None = None  # where a token's own experts are all that count
+    base: Tensor | None = None  # (T, d), where all experts do
+
+
 class Needs(NamedTuple):
     """Which gradients are wanted; ``routing``: that of the router, or of the caller's scores."""
 
@@ -155,7 +164,7 @@ def experts_backward(
     held: Held,
     routing: Routing,
     activation: str,
-    routing_backward: Callable[[Tensor], tuple[Tensor | None, Tensor | None]],
+    routing_backward: Callable[[Tensor], RoutingGradients],
     needs: Needs,
     saved_h: SavedH,
 ) -> Gradients:
@@ -163,8 +172,7 @@ def experts_backward(
 
     Args:
         held: its h is not looked at: see ``saved_h``.
-        routing_backward: called with parts (C, R) fp32 in row order whose sum is dS; returns the routing's gradient and
-            what dX gains by the router.
+        routing_backward: called with parts (C, R) fp32 in row order whose sum is dS.
     """
     w1, w2, bias1, bias2 = parameters
     grad_x = grad_w1 = grad_w2 = grad_bias1 = grad_bias2 = None
@@ -183,16 +191,16 @@ def experts_backward(
         partial_scores[0] += row_products(grad_out, bias2, routing)
         if needs.bias2:
             grad_bias2 = expert_sum(grad_out, routing, weights=held.row_scores, gathered=True)
-    grad_routing, base = routing_backward(partial_scores)
+    of_routing = routing_backward(partial_scores)
     # 8. and 9. dX.
     if needs.x:
-        grad_rows = input_gradient(grad_h, w1, routing)
-        grad_x = aggregate(grad_rows, routing, base=base, over_base=True)
+        grad_rows = input_gradient(grad_h, w1, routing, of_routing.term)
+        grad_x = aggregate(grad_rows, routing, base=of_routing.base, over_base=True)
         del grad_rows
     # 10. dW1.
     if needs.w1:
         grad_w1 = up_weight_gradient(grad_h, x, routing)
-    return Gradients(grad_x, grad_w1, grad_w2, grad_routing, grad_bias1, grad_bias2)
+    return Gradients(grad_x, grad_w1, grad_w2, of_routing.gradient, grad_bias1, grad_bias2)
 
 
 # The layer, router inside.
@@ -246,17 +254,30 @@ def layer_backward(
     """Gradients of the first six tensors of `layer_forward`. ``logits``: for ``softmax_topk`` only."""
     x, grad_out = x.contiguous(), grad_out.contiguous()
 
-    def router_gradients(partial_scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def router_gradients(partial_scores: Tensor) -> RoutingGradients:
         """11. dS -> dlogits -> dWr, and the router's term of dX."""
         if not needs.x and not needs.routing:
-            return None, None
-        experts = held.experts.view(-1, k)
+            return RoutingGradients()
+        term = None
+        if needs.x and grad_logits is None and convention != "softmax_topk":
+            # K of a token's E logits have a gradient: their rows carry it into dX.
+            term = RouterTerm(torch.empty_like(held.row_scores), router)
         total = router_backward(
-            held.row_scores, experts, partial_scores, convention, logits, router.shape[0], x.dtype, held.reverse
+            held.row_scores,
+            held.experts.view(-1, k),
+            partial_scores,
+            convention,
+            logits,
+            router.shape[0],
+            x.dtype,
+            held.reverse,
+            term and term.row_gradients,
         )
         if grad_logits is not None:
             total += grad_logits
-        return torch.mm(total.t(), x) if needs.routing else None, torch.mm(total, router) if needs.x else None
+        of_router = torch.mm(total.t(), x) if needs.routing else None
+        base = torch.mm(total, router) if needs.x and term is None else None
+        return RoutingGradients(of_router, term, base)
 
     parameters = Parameters(w1, w2, bias1, bias2)
     with guard(x):
@@ -306,8 +327,8 @@ def routed_backward(
     """Gradients of x, w1, w2, scores, bias1, bias2."""
     x, grad_out = x.contiguous(), grad_out.contiguous()
 
-    def scores_gradient(partial_scores: Tensor) -> tuple[Tensor | None, None]:
-        return partial_scores.sum(0)[held.reverse] if needs.routing else None, None
+    def scores_gradient(partial_scores: Tensor) -> RoutingGradients:
+        return RoutingGradients(partial_scores.sum(0)[held.reverse] if needs.routing else None)
 
     parameters, routing = Parameters(w1, w2, bias1, bias2), held.routing(k, token_offsets)
     with guard(x):

@@ -3,8 +3,9 @@
 For row r of expert e:
 
     Y[r]  = A[r] W2[e]^T (+ bias2[e])       (R, d)    down-projection, contraction over n
-    dX~[r] = dH[r] W1[e]                    (R, d)    input gradient, contraction over 2n
+    dX~[r] = dH[r] W1[e] (+ g[r] Wr[e])     (R, d)    input gradient, contraction over 2n
 
+(g[r]: the gradient of the logit that chose the row, Wr the router; a token's rows then add up to its whole gradient.)
 Both write contiguous rows; `aggregation` sums a token's rows afterwards. Operands come by TMA, whose boxes are filled
 with zeros where they overhang: each expert's weights are their own slab of a 3-D descriptor, so an overhanging box
 never reaches the next expert. Rows past an expert's end are computed from whatever lies there and are not stored.
@@ -21,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.launching import cdiv
 from implementations.sonicmoe_triton.metadata import Routing
-from implementations.sonicmoe_triton.operands import check_down_projection, check_input_gradient
+from implementations.sonicmoe_triton.operands import RouterTerm, check_down_projection, check_input_gradient
 from implementations.sonicmoe_triton.rows import locate
 from implementations.sonicmoe_triton.tiles import Tile
 
@@ -78,6 +79,8 @@ def down_projection_kernel(  # type: ignore[no-untyped-def]
 def input_gradient_kernel(  # type: ignore[no-untyped-def]
     grad_h,  # descriptor of (R, K), box (BM, BK)
     w1,  # descriptor of (E, K, D), box (1, BK, BN)
+    row_gradients,  # (R,) and (E, D), not read without ROUTED
+    router,
     grad_rows,  # (R, D)
     tile_expert,
     tile_row,
@@ -85,6 +88,7 @@ def input_gradient_kernel(  # type: ignore[no-untyped-def]
     num_tiles,
     D: tl.constexpr,
     K: tl.constexpr,
+    ROUTED: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -101,6 +105,11 @@ def input_gradient_kernel(  # type: ignore[no-untyped-def]
         for k in range(0, K, BK):
             w_step = w1.load([expert, k, column]).reshape(BK, BN)
             acc = tl.dot(grad_h.load([first, k]), w_step, acc, input_precision=PRECISION)
+        if ROUTED:
+            columns = column + tl.arange(0, BN)
+            weight = tl.load(router + expert.to(tl.int64) * D + columns, mask=columns < D, other=0.0)
+            gradient = tl.load(row_gradients + first + tl.arange(0, BM), mask=inside, other=0.0)
+            acc += gradient[:, None] * weight.to(tl.float32)[None, :]
         _store_rows(grad_rows, acc, first, inside, column, D, BM, BN)
 
 
@@ -140,16 +149,18 @@ def down_projection(
     return y
 
 
-def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, tile: Tile | None = None) -> Tensor:
+def input_gradient(
+    grad_h: Tensor, w1: Tensor, routing: Routing, router_term: RouterTerm | None = None, tile: Tile | None = None
+) -> Tensor:
     """The gradient of each routed row (R, d) of grad_h (R, 2n) and w1 (E, 2n, d), in grad_h's dtype.
 
-    With an ungated activation: grad_h (R, n), w1 (E, n, d).
+    With an ungated activation: grad_h (R, n), w1 (E, n, d). ``router_term``: added before the result is rounded.
 
     Raises:
         ValueError: d or H's width is no multiple of 16 bytes; a tensor's shape, dtype or device does not fit the
             others; the tile's block_m is not the routing's.
     """
-    d, hidden = check_input_gradient(grad_h, w1, routing)
+    d, hidden = check_input_gradient(grad_h, w1, routing, router_term)
     rows = routing.rows
     grad_rows = torch.empty(rows, d, dtype=grad_h.dtype, device=grad_h.device)
     if rows == 0:
@@ -163,12 +174,14 @@ def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, tile: Tile | No
         (
             TensorDescriptor.from_tensor(tiles.dense(grad_h), [tile.block_m, tile.block_k]),
             TensorDescriptor.from_tensor(tiles.dense(w1), [1, tile.block_k, tile.block_n]),
+            *((grad_rows, grad_rows) if router_term is None else map(tiles.dense, router_term)),
             grad_rows,
             *routing.row_tiles,
         ),
         grad_h,
         D=d,
         K=hidden,
+        ROUTED=router_term is not None,
         FLATTEN=tile.flatten,
     )
     return grad_rows

@@ -53,7 +53,7 @@ from implementations.sonicmoe_triton.gluon_common import (
 )
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
-from implementations.sonicmoe_triton.operands import check_down_projection, check_input_gradient
+from implementations.sonicmoe_triton.operands import RouterTerm, check_down_projection, check_input_gradient
 
 #: Warps of the producer: one thread's work.
 PRODUCER_WARPS = gl.constexpr(1)
@@ -98,7 +98,7 @@ class Plan(NamedTuple):
     Attributes:
         columns, k: columns of the output; length of the contraction.
         b_transposed: B is (E, columns, k) and not (E, k, columns).
-        has_bias: whether a bias (E, columns) is added.
+        addend: what is added to row r of expert e: "", "bias" (vectors[e]) or "router" (row_weights[r] * vectors[e]).
         block_m: rows of a tile.
         stride: programs of a launch: program i works through the tiles i, i + stride, …
         block_n, block_k, stages, slices, buffers, by_expert: see `Options`.
@@ -107,7 +107,7 @@ class Plan(NamedTuple):
     columns: int
     k: int
     b_transposed: bool
-    has_bias: bool
+    addend: str
     block_m: int
     stride: int
     block_n: int
@@ -128,7 +128,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    columns: int, k: int, b_transposed: bool, has_bias: bool, block_m: int, stride: int, options: Options
+    columns: int, k: int, b_transposed: bool, addend: str, block_m: int, stride: int, options: Options
 ) -> Plan:
     """Raises ValueError where the options do not fit block_m, a thread's registers or shared memory."""
     o = options
@@ -139,7 +139,7 @@ def make_plan(
     used = 2 * (ring + staging) + 16 * (o.stages + 1)
     if used > tiles.SHARED_MEMORY:
         raise ValueError(f"{o}: {used} bytes do not fit into shared memory")
-    return Plan(columns, k, b_transposed, has_bias, block_m, stride, *astuple(o))
+    return Plan(columns, k, b_transposed, addend, block_m, stride, *astuple(o))
 
 
 @gluon.jit
@@ -200,8 +200,8 @@ def _multiply(ring, step, acc, use_acc, P: gl.constexpr):  # type: ignore[no-unt
 
 
 @gluon.jit
-def _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    # acc (ROWS, BN) -> rows first, first + 1, … of y before `end`. Returns while the last stores are under way.
+def _store_tile(y, vectors, weights, staging, acc, expert, first, end, column, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    # acc (ROWS, BN) + the addend -> rows first, first + 1, … of y before `end`. Its last stores are still under way.
     SLICES: gl.constexpr = P.slices
     BUFFERS: gl.constexpr = P.buffers
     ROWS: gl.constexpr = P.block_m
@@ -209,10 +209,15 @@ def _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP: gl.con
     pieces = column_slices(acc, WIDTH)
     for i in gl.static_range(SLICES):
         piece = pieces[i]
-        if P.has_bias:
+        if P.addend != "":
             columns = column + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, piece.type.layout))
-            values = gl.load(bias + expert.to(gl.int64) * P.columns + columns, mask=columns < P.columns, other=0.0)
-            piece += values.to(gl.float32)[None, :]
+            values = gl.load(vectors + expert.to(gl.int64) * P.columns + columns, mask=columns < P.columns, other=0.0)
+            values = values.to(gl.float32)[None, :]
+            if P.addend == "router":
+                own = gl.convert_layout(weights, gl.SliceLayout(1, piece.type.layout), assert_trivial=True)
+                piece += own[:, None] * values
+            else:
+                piece += values
         buffer = staging.index(GROUP * BUFFERS + i % BUFFERS)
         # The buffer is free once all stores but the last BUFFERS - 1 have read theirs.
         tma.store_wait(BUFFERS - 1)
@@ -222,9 +227,10 @@ def _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP: gl.con
 
 
 @gluon.jit
-def _consume(y, bias, ring, staging, turns, row_tiles, used, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
+def _consume(y, addends, ring, staging, turns, row_tiles, used, GROUP: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     # Every second of the program's tiles.
     _, _, _, empty = ring
+    vectors, row_weights = addends
     STAGES: gl.constexpr = P.stages
     STEPS: gl.constexpr = P.steps
     BM: gl.constexpr = P.block_m
@@ -232,6 +238,7 @@ def _consume(y, bias, ring, staging, turns, row_tiles, used, GROUP: gl.constexpr
     STRIDE: gl.constexpr = GROUPS * P.stride
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     zeros = gl.zeros([BM, BN], gl.float32, LAYOUT)
+    rows = gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
     start = gl.program_id(0) + GROUP * P.stride
     stop = used * P.column_tiles
     place = _place(gl.minimum(start, stop - 1), row_tiles, P)
@@ -239,6 +246,10 @@ def _consume(y, bias, ring, staging, turns, row_tiles, used, GROUP: gl.constexpr
         turn = (tile - start) // STRIDE
         expert, first, end, column = place
         step = (turn * GROUPS + GROUP) * STEPS
+        if P.addend == "router":
+            weights = gl.load(row_weights + first + rows, mask=first + rows < end, other=0.0)
+        else:
+            weights = first
         # The first group finds its first turn free: the phase before a barrier's first counts as over.
         mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
         acc = _multiply(ring, step, zeros, False, P)
@@ -255,7 +266,7 @@ def _consume(y, bias, ring, staging, turns, row_tiles, used, GROUP: gl.constexpr
             mbarrier.arrive(empty.index((step + k - 1) % STAGES))
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STEPS - 1) % STAGES))
-        _store_tile(y, bias, staging, acc, expert, first, end, column, GROUP, P)
+        _store_tile(y, vectors, weights, staging, acc, expert, first, end, column, GROUP, P)
     tma.store_wait(0)
 
 
@@ -270,7 +281,8 @@ def contiguous_kernel(  # type: ignore[no-untyped-def]
     a,  # descriptor of (R, k), box (block_m, block_k)
     b,  # descriptor of (E, columns, k), box (1, block_n, block_k), or of (E, k, columns), box (1, block_k, block_n)
     y,  # ragged descriptor of (R, columns), box (block_m, block_n // slices)
-    bias,  # (E, columns), not read without has_bias
+    vectors,  # (E, columns) and (R,) float32, read as the plan's addend says
+    row_weights,
     tile_expert,
     tile_row,
     expert_offsets,
@@ -299,8 +311,8 @@ def contiguous_kernel(  # type: ignore[no-untyped-def]
     used = gl.load(num_tiles)
     gl.warp_specialize(
         [
-            (_consume, (y, bias, ring, staging, turns, row_tiles, used, 0, P)),
-            (_consume, (y, bias, ring, staging, turns, row_tiles, used, 1, P)),
+            (_consume, (y, (vectors, row_weights), ring, staging, turns, row_tiles, used, 0, P)),
+            (_consume, (y, (vectors, row_weights), ring, staging, turns, row_tiles, used, 1, P)),
             (_produce, (a, b, ring, row_tiles, used, P)),
         ],
         [gl.num_warps(), PRODUCER_WARPS],
@@ -318,7 +330,14 @@ def choose(columns: int, k: int) -> Options:
 
 
 def _run(
-    a: Tensor, b: Tensor, b_transposed: bool, bias: Tensor | None, y: Tensor, routing: Routing, options: Options | None
+    a: Tensor,
+    b: Tensor,
+    b_transposed: bool,
+    bias: Tensor | None,
+    router_term: RouterTerm | None,
+    y: Tensor,
+    routing: Routing,
+    options: Options | None,
 ) -> None:
     """y (R, columns) from a (R, k) and b (E, columns, k), if b_transposed, or (E, k, columns)."""
     columns, k = y.shape[1], a.shape[1]
@@ -327,14 +346,20 @@ def _run(
     tile_count = routing.max_tiles * cdiv(columns, options.block_n)
     grid, stride = tiles.programs(tile_count, a.device)
     a, b = tiles.dense(a), tiles.dense(b)
+    addend, vectors, row_weights = "", y, y
+    if bias is not None:
+        addend, vectors = "bias", tiles.dense(bias)
+    elif router_term is not None:
+        addend, (row_weights, vectors) = "router", map(tiles.dense, router_term)
     b_box = (1, options.block_n, options.block_k) if b_transposed else (1, options.block_k, options.block_n)
-    _launcher(columns, k, b_transposed, bias is not None, block_m, stride, options)(
+    _launcher(columns, k, b_transposed, addend, block_m, stride, options)(
         (grid,),
         (
             descriptor(a, a.shape, (k, 1), (block_m, options.block_k)),
             descriptor(b, b.shape, (columns * k, b.shape[2], 1), b_box),
             ragged(y, y.shape, (columns, 1), (block_m, options.block_n // options.slices)),
-            y if bias is None else bias.contiguous(),
+            vectors,
+            row_weights,
             *routing.row_tiles,
         ),
     )
@@ -359,23 +384,25 @@ def down_projection(
     rows = routing.rows
     y = torch.empty(rows, d, dtype=a.dtype, device=a.device)
     if rows:
-        _run(a, w2, True, bias2, y, routing, options)
+        _run(a, w2, True, bias2, None, y, routing, options)
     return y
 
 
-def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, options: Options | None = None) -> Tensor:
+def input_gradient(
+    grad_h: Tensor, w1: Tensor, routing: Routing, router_term: RouterTerm | None = None, options: Options | None = None
+) -> Tensor:
     """The gradient of each routed row (R, d) of grad_h (R, 2n) and w1 (E, 2n, d), in grad_h's dtype.
 
-    With an ungated activation: grad_h (R, n), w1 (E, n, d).
+    With an ungated activation: grad_h (R, n), w1 (E, n, d). ``router_term``: added before the result is rounded.
 
     Raises:
         ValueError: grad_h is neither bfloat16 nor float16; d or H's width is no multiple of 16 bytes; a tensor's shape,
             dtype or device does not fit the others; the options do not fit the routing's block_m or shared memory.
     """
     check_dtype(grad_h.dtype)
-    d, _ = check_input_gradient(grad_h, w1, routing)
+    d, _ = check_input_gradient(grad_h, w1, routing, router_term)
     rows = routing.rows
     grad_rows = torch.empty(rows, d, dtype=grad_h.dtype, device=grad_h.device)
     if rows:
-        _run(grad_h, w1, False, None, grad_rows, routing, options)
+        _run(grad_h, w1, False, None, router_term, grad_rows, routing, options)
     return grad_rows

@@ -30,6 +30,7 @@ from implementations.sonicmoe_triton import hidden_gradient as plain_hidden_grad
 from implementations.sonicmoe_triton import up_projection as plain_up_projection
 from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.metadata import Routing
+from implementations.sonicmoe_triton.operands import RouterTerm
 from implementations.sonicmoe_triton.tuned import PLAIN, overrides
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -97,12 +98,12 @@ def down_projection(a: Tensor, w2: Tensor, routing: Routing, bias2: Tensor | Non
     return gluon_contiguous.down_projection(a, w2, routing, bias2, choice.options)
 
 
-def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing) -> Tensor:
+def input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing, router_term: RouterTerm | None = None) -> Tensor:
     """grad_rows (R, d); see the twin in `contiguous_gemm`."""
     choice = _choice(tiles.INPUT_GRADIENT, gluon_contiguous.Options, w1.shape[2], w1.shape[1], grad_h)
     if choice.plain:
-        return contiguous_gemm.input_gradient(grad_h, w1, routing)
-    return gluon_contiguous.input_gradient(grad_h, w1, routing, choice.options)
+        return contiguous_gemm.input_gradient(grad_h, w1, routing, router_term)
+    return gluon_contiguous.input_gradient(grad_h, w1, routing, router_term, choice.options)
 
 
 def hidden_gradient(

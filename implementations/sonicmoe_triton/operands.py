@@ -6,12 +6,22 @@ not fit the others, and returns the sizes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.metadata import Routing
 from implementations.sonicmoe_triton.tiles import check_shape, check_width
+
+
+class RouterTerm(NamedTuple):
+    """What the router adds to the gradient of a routed row's input, where a token's chosen experts alone have a
+    gradient: row_gradients[r] * router[e] for row r of expert e."""
+
+    row_gradients: Tensor  # (R,) fp32, of the logits
+    router: Tensor  # (E, d)
 
 
 def check_up_projection(x: Tensor, w1: Tensor, activation: str, bias1: Tensor | None) -> tuple[int, int, int, int]:
@@ -40,13 +50,18 @@ def check_down_projection(a: Tensor, w2: Tensor, routing: Routing, bias2: Tensor
     return d, n
 
 
-def check_input_gradient(grad_h: Tensor, w1: Tensor, routing: Routing) -> tuple[int, int]:
+def check_input_gradient(
+    grad_h: Tensor, w1: Tensor, routing: Routing, router_term: RouterTerm | None
+) -> tuple[int, int]:
     """(d, H's width)."""
     experts, hidden, d = w1.shape
     check_width("d", d, grad_h.dtype)
     check_width("H's width", hidden, grad_h.dtype)
     check_shape("grad_h", grad_h, (routing.rows, hidden), grad_h.dtype, grad_h.device)
     check_shape("w1", w1, (experts, hidden, d), grad_h.dtype, grad_h.device)
+    if router_term is not None:
+        check_shape("row_gradients", router_term.row_gradients, (routing.rows,), torch.float32, grad_h.device)
+        check_shape("router", router_term.router, (experts, d), router_term.router.dtype, grad_h.device)
     return d, hidden
 
 

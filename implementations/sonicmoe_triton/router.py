@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
+from implementations.sonicmoe_triton.tiles import check_shape
 
 #: Convention -> does its softmax run over all E logits?
 SOFTMAX_OVER_ALL = {"topk_softmax": False, "softmax_topk": True, "softmax_topk_renormalised": False}
@@ -262,11 +263,12 @@ def _router_top_many_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _router_backward_kernel(  # type: ignore[no-untyped-def]
-    scores_ptr, experts_ptr, grad_scores_ptr, reverse_ptr, logits_ptr, grad_logits_ptr, tokens,
-    E: tl.constexpr, K: tl.constexpr, OVER_ALL: tl.constexpr, ROW_ORDER: tl.constexpr,
+    scores_ptr, experts_ptr, grad_scores_ptr, reverse_ptr, logits_ptr, grad_logits_ptr, row_gradients_ptr, tokens,
+    E: tl.constexpr, K: tl.constexpr, OVER_ALL: tl.constexpr, ROW_ORDER: tl.constexpr, BY_ROW: tl.constexpr,
     PARTS: tl.constexpr, E_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    # scores (T, K) or (R,), grad_scores PARTS times as much, fp32, experts (T, K) -> grad_logits (T, E)
+    # scores (T, K) or (R,), grad_scores PARTS times as much, fp32, experts (T, K) -> grad_logits (T, E), and BY_ROW the
+    # chosen ones in row order (R,), fp32
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     lane = tl.arange(0, E_PAD)
     slot = tl.arange(0, K_PAD)
@@ -292,7 +294,10 @@ def _router_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_logits_ptr + first + lane[None, :], rest.to(grad_logits_ptr.dtype.element_ty), mask=inside)
     # The chosen ones go over the row just written, by other threads of this program.
     tl.debug_barrier()
-    tl.store(grad_logits_ptr + first + expert, (s * (g - dot)).to(grad_logits_ptr.dtype.element_ty), mask=live)
+    chosen = s * (g - dot)
+    tl.store(grad_logits_ptr + first + expert, chosen.to(grad_logits_ptr.dtype.element_ty), mask=live)
+    if BY_ROW:
+        tl.store(row_gradients_ptr + at, chosen, mask=live)
 
 
 def _launch_shape(num_experts: int, element_size: int) -> tuple[int, int, int]:
@@ -334,11 +339,12 @@ def _top_k_launcher(num_experts: int, k: int, over_all: bool, element_size: int)
 
 @functools.cache
 def _backward_launcher(
-    num_experts: int, k: int, over_all: bool, row_order: bool, parts: int, element_size: int
+    num_experts: int, k: int, over_all: bool, row_order: bool, by_row: bool, parts: int, element_size: int
 ) -> tuple[Launcher, int]:
     """And the tokens of a program."""
     padded, block_t, warps = _launch_shape(num_experts, element_size)
-    constants = {"E": num_experts, "K": k, "OVER_ALL": over_all, "ROW_ORDER": row_order, "PARTS": parts}
+    constants = {"E": num_experts, "K": k, "OVER_ALL": over_all, "ROW_ORDER": row_order, "BY_ROW": by_row}
+    constants |= {"PARTS": parts}
     padding = {"E_PAD": padded, "K_PAD": next_power_of_2(k), "BLOCK_T": block_t}
     return Launcher(_router_backward_kernel, {**constants, **padding}, num_warps=warps), block_t
 
@@ -388,6 +394,7 @@ def router_backward(
     num_experts: int,
     dtype: torch.dtype,
     reverse: Tensor | None = None,
+    row_gradients: Tensor | None = None,
 ) -> Tensor:
     """(T, E) gradient of the logits in ``dtype``, zeros included.
 
@@ -399,21 +406,28 @@ def router_backward(
         logits: (T, E) as in the forward, for ``softmax_topk`` only.
         num_experts: E.
         reverse: (T * K,) int32, the row of each pair (`metadata.Routing.reverse`).
+        row_gradients: (R,) fp32, takes the gradients of the chosen logits in row order, unrounded. Those are all that
+            are not zero, but for ``softmax_topk``, where this is refused.
 
     Raises:
-        ValueError: an unknown convention, ``softmax_topk`` without logits, or gradients that do not fit the scores.
+        ValueError: an unknown convention, ``softmax_topk`` without logits, gradients that do not fit the scores, or
+            row_gradients that cannot be filled.
     """
     over_all = _softmax_over_all(convention)
     if over_all and logits is None:
         raise ValueError("the backward of softmax_topk needs the logits")
     if grad_scores.shape != scores.shape and (reverse is None or grad_scores.shape[1:] != scores.shape):
         raise ValueError(f"gradients {tuple(grad_scores.shape)} for scores {tuple(scores.shape)}")
+    if row_gradients is not None:
+        if over_all or reverse is None:
+            raise ValueError("row_gradients need `reverse`, and a convention other than softmax_topk")
+        check_shape("row_gradients", row_gradients, (experts.numel(),), torch.float32, experts.device)
     tokens, k = experts.shape
     grad_logits = torch.empty((tokens, num_experts), dtype=dtype, device=experts.device)
     if tokens:
         parts = grad_scores.numel() // experts.numel()
         launcher, block_t = _backward_launcher(
-            num_experts, k, over_all, reverse is not None, parts, grad_logits.element_size()
+            num_experts, k, over_all, reverse is not None, row_gradients is not None, parts, grad_logits.element_size()
         )
         scores, grad_scores = scores.float().contiguous(), grad_scores.float().contiguous()
         experts = experts.contiguous()
@@ -422,7 +436,8 @@ def router_backward(
             (cdiv(tokens, block_t),),
             (
                 scores, experts, grad_scores, experts if reverse is None else reverse,
-                scores if logits is None else logits.contiguous(), grad_logits, tokens,
+                scores if logits is None else logits.contiguous(), grad_logits,
+                scores if row_gradients is None else row_gradients, tokens,
             ),
         )  # fmt: skip
     return grad_logits

@@ -36,6 +36,7 @@ from implementations.sonicmoe_triton import (
 )
 from implementations.sonicmoe_triton.activations import ACTIVATIONS, is_gated
 from implementations.sonicmoe_triton.metadata import Routing, make_routing
+from implementations.sonicmoe_triton.operands import RouterTerm
 from implementations.sonicmoe_triton.tiles import (
     DOWN_PROJECTION,
     DOWN_WEIGHT_GRADIENT,
@@ -144,6 +145,8 @@ class Operands:
         self.w1, self.bias1 = between_nans(E, hidden, d, scale=d**-0.5), between_nans(E, hidden)
         self.w2, self.bias2 = between_nans(E, d, n, scale=n**-0.5), between_nans(E, d)
         self.row_scores = torch.rand(rows, generator=generator).to(common.DEVICE)
+        self.row_gradients = torch.randn(rows, generator=generator).to(common.DEVICE)
+        self.router = between_nans(E, d)
         for e in range(E):
             if self.offsets[e] == self.offsets[e + 1]:
                 spoil(self.of_expert(e))
@@ -151,8 +154,8 @@ class Operands:
     def of_expert(self, e: int) -> list[Tensor]:
         """All that an expert has of its own: rows and weights."""
         own = slice(self.offsets[e], self.offsets[e + 1])
-        rows = (self.h, self.grad_h, self.a, self.scaled_a, self.row_scores)
-        return [t[own] for t in rows] + [t[e] for t in (self.w1, self.bias1, self.w2, self.bias2)]
+        rows = (self.h, self.grad_h, self.a, self.scaled_a, self.row_scores, self.row_gradients)
+        return [t[own] for t in rows] + [t[e] for t in (self.w1, self.bias1, self.w2, self.bias2, self.router)]
 
     def experts(self) -> Iterator[tuple[int, slice, Tensor]]:
         """(expert, its rows, their tokens) of every expert with rows."""
@@ -164,7 +167,8 @@ class Operands:
 def launch(kernel: str, o: Operands, candidate: Candidate = DEFAULT) -> list[Tensor]:
     """The Gluon kernel's results by its own choice of options or by others (a gated activation's), or its twin's."""
     activation, r = o.case.activation, o.routing
-    bias1, bias2 = (o.bias1, o.bias2) if o.case.bias else (None, None)
+    # What a bias is to the other kernels, the router's term is to dX.
+    bias1, bias2, term = (o.bias1, o.bias2, RouterTerm(o.row_gradients, o.router)) if o.case.bias else (None,) * 3
     up, contiguous, hidden, weights = (
         (up_projection, contiguous_gemm, hidden_gradient, weight_gradient)
         if candidate == PLAIN
@@ -181,7 +185,7 @@ def launch(kernel: str, o: Operands, candidate: Candidate = DEFAULT) -> list[Ten
         HIDDEN_GRADIENT: lambda: hidden.hidden_gradient(
             o.grad_out, o.w2, o.h, o.row_scores, r, activation, chosen(gathered)
         ),
-        INPUT_GRADIENT: lambda: contiguous.input_gradient(o.grad_h, o.w1, r, chosen(by_rows)),
+        INPUT_GRADIENT: lambda: contiguous.input_gradient(o.grad_h, o.w1, r, term, chosen(by_rows)),
         UP_WEIGHT_GRADIENT: lambda: weights.up_weight_gradient(o.grad_h, o.x, r, chosen(by_weights)),
         DOWN_WEIGHT_GRADIENT: lambda: weights.down_weight_gradient(o.grad_out, o.scaled_a, r, chosen(by_weights)),
     }[kernel]()
@@ -210,7 +214,8 @@ def of_one_expert(kernel: str, o: Operands, e: int, own: slice, tokens: Tensor) 
         grads = torch.autograd.grad(scaled_a, (h, scores), o.grad_out[tokens].float() @ o.w2[e].float())
         return [grads[0], scaled_a.detach(), grads[1]]
     if kernel == INPUT_GRADIENT:
-        return [o.grad_h[own].float() @ o.w1[e].float()]
+        of_router = o.row_gradients[own, None] * o.router[e].float() if bias else 0.0
+        return [o.grad_h[own].float() @ o.w1[e].float() + of_router]
     if kernel == UP_WEIGHT_GRADIENT:
         return [o.grad_h[own].float().T @ o.x[tokens].float()]
     return [o.grad_out[tokens].float().T @ o.scaled_a[own].float()]

@@ -216,3 +216,8 @@ def test_router_backward(big: Big, convention: str) -> None:
     # Not bit for bit: two kernels, and their compilers contract products and sums differently.
     assert relative([(by_rows, want)]) < LIMIT
     assert relative([(by_rows, got)]) < LIMIT
+    if convention != "softmax_topk":
+        of_chosen = torch.full_like(row_scores, torch.nan)
+        router_backward(row_scores, chosen, row_grad, *arguments, routing.reverse, of_chosen)
+        by_pair = of_chosen[routing.reverse.long()].reshape(chosen.shape)
+        assert relative([(by_pair, want.gather(1, chosen.long()))]) < LIMIT

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from implementations.sonicmoe_triton.contiguous_gemm import down_projection, input_gradient
+from implementations.sonicmoe_triton.operands import RouterTerm
 from implementations.sonicmoe_triton.tiles import Tile
 
 from . import grouped_cases as cases
@@ -35,6 +36,18 @@ def test_bias() -> None:
     for expert, own in cases.experts_of(routing):
         want[own] += bias2[expert]
     cases.assert_close(down_projection(a, w2, routing, bias2, cases.SMALL_TILE), want, torch.float32)
+
+
+@pytest.mark.parametrize("tile", [cases.SMALL_TILE, FLATTENED])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_routers_term(dtype: torch.dtype, tile: Tile) -> None:
+    routing = cases.routing_of()
+    grad_h, w1 = cases.random(routing.rows, 24, dtype=dtype), cases.random(routing.num_experts, 24, 40, dtype=dtype)
+    term = RouterTerm(cases.random(routing.rows), cases.random(routing.num_experts, 40, dtype=dtype))
+    want = cases.per_expert(grad_h, w1.mT, routing)
+    for expert, own in cases.experts_of(routing):
+        want[own] += term.row_gradients[own, None] * term.router[expert].float()
+    cases.assert_close(input_gradient(grad_h, w1, routing, term, tile), want, dtype)
 
 
 def test_chosen_tile_and_non_contiguous_inputs() -> None:
@@ -75,5 +88,10 @@ def test_bad_arguments_are_named() -> None:
         down_projection(torch.ones(rows, 6), torch.ones(experts, 16, 6), routing)
     with pytest.raises(ValueError, match="d = 6: must be a multiple of 4"):
         input_gradient(torch.ones(rows, 16), torch.ones(experts, 16, 6), routing)
+    grad_h, w1 = torch.ones(rows, 16), torch.ones(experts, 16, 8)
+    with pytest.raises(ValueError, match=rf"router is .*expected \({experts}, 8\)"):
+        input_gradient(grad_h, w1, routing, RouterTerm(torch.ones(rows), torch.ones(experts, 16)))
+    with pytest.raises(ValueError, match="row_gradients"):
+        input_gradient(grad_h, w1, routing, RouterTerm(torch.ones(rows + 1), torch.ones(experts, 8)))
     with pytest.raises(ValueError, match="a is"):
         down_projection(torch.ones(rows + 1, 16), torch.ones(experts, 16, 16), routing)

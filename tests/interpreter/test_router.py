@@ -140,6 +140,20 @@ def test_backward(tokens: int, experts: int, k: int, convention: str) -> None:
     )
     assert torch.equal(by_row, grad.half())
 
+    rows = scores.reshape(-1)[row_of_pair], chosen, grad_scores.reshape(-1)[row_of_pair], convention, kept, experts
+    of_chosen = torch.full((tokens * k,), torch.nan)
+    if convention == "softmax_topk":
+        with pytest.raises(ValueError, match="row_gradients need"):
+            router_backward(*rows, torch.float32, reverse, of_chosen)
+        return
+    again = router_backward(*rows, torch.float32, reverse, of_chosen)
+    assert torch.equal(again, grad)
+    assert torch.equal(of_chosen[reverse.long()].reshape(tokens, k), grad.gather(1, chosen.long()))
+    with pytest.raises(ValueError, match="row_gradients"):
+        router_backward(*rows, torch.float32, reverse, of_chosen[1:])
+    with pytest.raises(ValueError, match="row_gradients need"):
+        router_backward(scores, chosen, grad_scores, convention, kept, experts, torch.float32, None, of_chosen)
+
 
 def test_backward_adds_partial_gradients_in_order() -> None:
     logits = logits_of(7, 12)

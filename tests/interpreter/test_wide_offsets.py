@@ -98,8 +98,9 @@ def test_contiguous_gemms() -> None:
     cases.assert_close(out[-OWN:], rows[-OWN:].float() @ w2[0].float().T, HALF)
     w1 = cases.random(1, NARROW, WIDTH, dtype=HALF)
     input_gradient_kernel[(1,)](
-        boxes(rows, 16, 16), boxes(w1, 1, 16, 256), out, *last_tile(), D=WIDTH, K=NARROW, FLATTEN=False, **GEMM
-    )
+        boxes(rows, 16, 16), boxes(w1, 1, 16, 256), out, out, out, *last_tile(),
+        D=WIDTH, K=NARROW, ROUTED=False, FLATTEN=False, **GEMM,
+    )  # fmt: skip
     cases.assert_close(out[-OWN:], rows[-OWN:].float() @ w1[0].float(), HALF)
 
 
