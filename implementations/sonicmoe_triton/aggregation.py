@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implementations.sonicmoe_triton.dependent import await_operands
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
@@ -58,7 +57,6 @@ def _aggregation_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     # rows (R, D), weights (R,), base (T, D), reverse (P,), token_offsets (T + 1,) -> out (T, D)
-    await_operands()
     COLUMN_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     token = tl.program_id(0) // COLUMN_BLOCKS * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(0) % COLUMN_BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -127,11 +125,7 @@ def _launcher(k: int | None, weighted: bool, based: bool, d: int, element_size: 
     sizes, options = configuration(k, d, element_size)
     # A bound on general routing's pairs changes nothing in the kernel, and must not make another one.
     constants = {"K": k or 0, "GENERAL": k is None, "WEIGHTED": weighted, "BASED": based, "D": d, **sizes}
-    return (
-        Launcher(_aggregation_kernel, constants, launch_pdl=True, **options),
-        sizes["TOKENS"],
-        cdiv(d, sizes["BLOCK_D"]),
-    )
+    return Launcher(_aggregation_kernel, constants, **options), sizes["TOKENS"], cdiv(d, sizes["BLOCK_D"])
 
 
 def aggregate(

@@ -38,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.dependent import await_operands
 from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
@@ -306,7 +305,6 @@ def contiguous_kernel(  # type: ignore[no-untyped-def]
     for group in gl.static_range(GROUPS):
         mbarrier.init(turns.index(group), count=1)
     publish_barriers()
-    await_operands()
 
     ring = (a_ring, b_ring, full, empty)
     row_tiles = (tile_expert, tile_row, expert_offsets)
@@ -369,9 +367,7 @@ def _run(
 
 @functools.cache
 def _launcher(*plan: Any) -> Launcher:
-    return Launcher(
-        contiguous_kernel, {"P": make_plan(*plan)}, num_warps=CONSUMER_WARPS, launch_pdl=True, maxnreg=ENTRY_REGISTERS
-    )
+    return Launcher(contiguous_kernel, {"P": make_plan(*plan)}, num_warps=CONSUMER_WARPS, maxnreg=ENTRY_REGISTERS)
 
 
 def down_projection(

@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.dependent import await_operands
 from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
@@ -176,7 +175,6 @@ def hidden_gradient_kernel(  # type: ignore[no-untyped-def]
     P: gl.constexpr,
 ):
     ring = make_ring(w2, P)
-    await_operands()
     row_tiles = (tile_expert, tile_row, expert_offsets)
     operands = (grad_out, w2, h, gather)
     results = (row_scores, grad_h_boxes, scaled_a_boxes, grad_h, scaled_a, partial_scores, R)
@@ -252,6 +250,4 @@ def hidden_gradient(
 
 @functools.cache
 def _launcher(plan: Plan) -> Launcher:
-    return Launcher(
-        hidden_gradient_kernel, {"P": plan}, num_warps=CONSUMER_WARPS, launch_pdl=True, maxnreg=ENTRY_REGISTERS
-    )
+    return Launcher(hidden_gradient_kernel, {"P": plan}, num_warps=CONSUMER_WARPS, maxnreg=ENTRY_REGISTERS)

@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.dependent import await_operands
 from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
@@ -148,7 +147,6 @@ def up_projection_kernel(  # type: ignore[no-untyped-def]
     P: gl.constexpr,
 ):
     ring = make_ring(w1, P)
-    await_operands()
     row_tiles = (tile_expert, tile_row, expert_offsets)
     operands = (x, w1, gather)
     results = (bias1, h_boxes, a_boxes, h, a)
@@ -220,6 +218,4 @@ def up_projection(
 
 @functools.cache
 def _launcher(plan: Plan) -> Launcher:
-    return Launcher(
-        up_projection_kernel, {"P": plan}, num_warps=CONSUMER_WARPS, launch_pdl=True, maxnreg=ENTRY_REGISTERS
-    )
+    return Launcher(up_projection_kernel, {"P": plan}, num_warps=CONSUMER_WARPS, maxnreg=ENTRY_REGISTERS)

@@ -40,7 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.dependent import await_operands
 from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
     ENTRY_REGISTERS,
@@ -306,7 +305,6 @@ def weight_gradient_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(full.index(stage), count=32 * PRODUCER_WARPS + 1)
         mbarrier.init(empty.index(stage), count=GROUPS)
     publish_barriers()
-    await_operands()
 
     ring = (row_ring, column_ring, full, empty)
     gathered_ring, dense_ring = (row_ring, column_ring) if P.gathered_rows else (column_ring, row_ring)
@@ -378,7 +376,7 @@ def _launch(gathered: Tensor, dense: Tensor, out: Tensor, routing: Routing, opti
 
 @functools.cache
 def _launcher(*plan: Any) -> Launcher:
-    return Launcher(weight_gradient_kernel, {"P": make_plan(*plan)}, num_warps=CONSUMER_WARPS, launch_pdl=True)
+    return Launcher(weight_gradient_kernel, {"P": make_plan(*plan)}, num_warps=CONSUMER_WARPS)
 
 
 def up_weight_gradient(grad_h: Tensor, x: Tensor, routing: Routing, options: Options | None = None) -> Tensor:

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implementations.sonicmoe_triton.dependent import await_operands
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 
 #: Pairs of one program, at most. Longer blocks make h smaller and the sort deeper.
@@ -93,7 +92,6 @@ def _routing_count_kernel(  # type: ignore[no-untyped-def]
     experts_ptr, block_counts_ptr, pairs, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr
 ):
     # experts (P,) -> block_counts (blocks, E)
-    await_operands()
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
     live = pair < pairs
@@ -107,7 +105,6 @@ def _routing_scan_kernel(  # type: ignore[no-untyped-def]
     block_counts_ptr, blocks, E: tl.constexpr, CHUNK: tl.constexpr
 ):
     # One program for each expert: block_counts (blocks, E) -> its exclusive prefix over blocks, and its sum below
-    await_operands()
     expert = tl.program_id(0)
     total = 0
     for first in range(0, blocks, CHUNK):
@@ -157,7 +154,6 @@ def _routing_rows_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     # experts, scores (P,), block_prefix (blocks + 1, E) -> gather, row_scores (R,), reverse (P,), and the tile map
     # Two jobs side by side, since both need no more than the counts: a block's rows, and an expert's tiles.
-    await_operands()
     block = tl.program_id(0)
     lane = tl.arange(0, E_PAD)
     counts = tl.load(block_prefix_ptr + blocks * E + lane, mask=lane < E, other=0)
@@ -201,11 +197,9 @@ def _launchers(
     sizes = {**experts, "E_PAD": padded_experts(num_experts), "BLOCK": block}
     kind = {"K": k, "GENERAL": general, "SCORED": scored}
     return _Launchers(
-        Launcher(_routing_count_kernel, sizes, num_warps=2, launch_pdl=True),
-        Launcher(_routing_scan_kernel, {**experts, "CHUNK": scan}, num_warps=4, launch_pdl=True),
-        Launcher(
-            _routing_rows_kernel, {**kind, **sizes, "BLOCK_M": block_m, "TILES": tiles}, num_warps=2, launch_pdl=True
-        ),
+        Launcher(_routing_count_kernel, sizes, num_warps=2),
+        Launcher(_routing_scan_kernel, {**experts, "CHUNK": scan}, num_warps=4),
+        Launcher(_routing_rows_kernel, {**kind, **sizes, "BLOCK_M": block_m, "TILES": tiles}, num_warps=2),
     )
 
 

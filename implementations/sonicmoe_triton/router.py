@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implementations.sonicmoe_triton.dependent import await_operands
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.tiles import check_shape
 
@@ -195,7 +194,6 @@ def _router_top_k_kernel(  # type: ignore[no-untyped-def]
     VECTOR: tl.constexpr, LOG_VECTOR: tl.constexpr, LIST: tl.constexpr, LOG_LIST: tl.constexpr, LOG_K_PAD: tl.constexpr,
 ):  # fmt: skip
     # logits (T, E) -> scores (T, K) fp32, experts (T, K) int32: LANES threads a token, each with lists of LIST logits
-    await_operands()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     vectors: tl.tuple = ()
     for first in tl.static_range(0, E_PAD, LANES * VECTOR):
@@ -246,7 +244,6 @@ def _router_top_many_kernel(  # type: ignore[no-untyped-def]
     E_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     # As above, for more than fit a thread's registers: K rounds of one maximum each
-    await_operands()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     lane = tl.arange(0, E_PAD)[None, :]
     slot = tl.arange(0, K_PAD)[None, :]
@@ -272,7 +269,6 @@ def _router_backward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     # scores (T, K) or (R,), grad_scores PARTS times as much, fp32, experts (T, K) -> grad_logits (T, E), and BY_ROW the
     # chosen ones in row order (R,), fp32
-    await_operands()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     lane = tl.arange(0, E_PAD)
     slot = tl.arange(0, K_PAD)
@@ -338,7 +334,7 @@ def _top_k_launcher(num_experts: int, k: int, over_all: bool, element_size: int)
     """And the tokens of a program."""
     kernel, sizes, warps = top_k_configuration(num_experts, k, element_size)
     constants = {"E": num_experts, "K": k, "OVER_ALL": over_all}
-    return Launcher(kernel, {**constants, **sizes}, num_warps=warps, launch_pdl=True), sizes["BLOCK_T"]
+    return Launcher(kernel, {**constants, **sizes}, num_warps=warps), sizes["BLOCK_T"]
 
 
 @functools.cache
@@ -350,7 +346,7 @@ def _backward_launcher(
     constants = {"E": num_experts, "K": k, "OVER_ALL": over_all, "ROW_ORDER": row_order, "BY_ROW": by_row}
     constants |= {"PARTS": parts}
     padding = {"E_PAD": padded, "K_PAD": next_power_of_2(k), "BLOCK_T": block_t}
-    return Launcher(_router_backward_kernel, {**constants, **padding}, num_warps=warps, launch_pdl=True), block_t
+    return Launcher(_router_backward_kernel, {**constants, **padding}, num_warps=warps), block_t
 
 
 def _softmax_over_all(convention: str) -> bool:
