@@ -17,6 +17,7 @@ LAYERS = {
     "7B": "24576,1536,256,128,8",
     "30B": "32768,4096,256,256,16",
     "120B": "32768,4096,1024,128,8",
+    "1.4B": "40960,768,256,128,8",
 }
 CONTIGUOUS = {
     "plain, 128×256×64, 3 stages, flattened": "plain",
@@ -49,6 +50,27 @@ GATHERED: dict[str, dict[str, Any]] = {
     "two groups of 4 warps, 64 rows each": {"block_n": 256, "groups": 2},
     "… ragged": {"block_n": 256, "groups": 2, "ragged": True},
 }
+_PING_PONG = {"block_n": 128, "ping_pong": True}
+#: What dH and the up-projection ran as.
+TURNS: dict[str, dict[str, Any]] = {
+    "two groups of 4 warps, 64 rows each (the default)": {"dH": None, "up": None},
+    "ping-pong, slices of 32 columns": {
+        "dH": _PING_PONG | {"ragged": True, "buffers": 2},
+        "up": _PING_PONG | {"ragged": False},
+    },
+    "… of 64; for dH twice the buffers": {
+        "dH": _PING_PONG | {"ragged": True, "buffers": 4},
+        "up": _PING_PONG | {"ragged": False, "slice_columns": 64},
+    },
+    "plain": {"dH": PLAIN, "up": PLAIN},
+}
+#: The pass, and the launches.
+DEPENDENT = {
+    "forward, ordinary launches": ("fwd", "plain_ms"),
+    "forward, dependent launches": ("fwd", "pdl_ms"),
+    "forward + backward, ordinary launches": ("both", "plain_ms"),
+    "forward + backward, dependent launches": ("both", "pdl_ms"),
+}
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -80,13 +102,35 @@ def weights(variant: str, column: str) -> float | None:
     return found[0] if found else None
 
 
+FULL = {"dH": "hidden_gradient", "up": "up_projection"}
+
+
 def gathered(variant: str, column: str) -> float | None:
     layer, kernel = column.split()
-    full = {"dH": "hidden_gradient", "up": "up_projection"}[kernel]
     (found,) = (
         row["ms"]
         for row in TUNED
-        if (row["shape"], row["kernel"], row["options"]) == (LAYERS[layer], full, GATHERED[variant])
+        if (row["shape"], row["kernel"], row["options"]) == (LAYERS[layer], FULL[kernel], GATHERED[variant])
+    )
+    return float(found)
+
+
+def in_turns(variant: str, column: str) -> float | None:
+    layer, kernel = column.split()
+    (found,) = (
+        row["ms"]
+        for row in json.loads((FOLDER / "trial_gathered_ping_pong.json").read_text())["measured"]
+        if (row["shape"], row["kernel"], row["options"]) == (LAYERS[layer], FULL[kernel], TURNS[variant][kernel])
+    )
+    return float(found)
+
+
+def dependent(variant: str, column: str) -> float | None:
+    pass_, launches = DEPENDENT[variant]
+    (found,) = (
+        row[launches]
+        for row in rows_of("trial_dependent_launch.json")
+        if (row["shape"], row["pass"]) == (LAYERS[column], pass_)
     )
     return float(found)
 
@@ -97,6 +141,8 @@ def gathered(variant: str, column: str) -> float | None:
         ("## Down-projection", CONTIGUOUS, contiguous),
         ("## Weight gradients", WEIGHTS, weights),
         ("## dH and up", GATHERED, gathered),
+        ("## Ping-pong over", TURNS, in_turns),
+        ("## Programmatic", DEPENDENT, dependent),
     ],
 )
 def test_the_notes_hold_what_was_measured(
