@@ -135,6 +135,29 @@ def dependent(variant: str, column: str) -> float | None:
     return float(found)
 
 
+ROUTING_LAYERS = {
+    "1.4B n = 256": "40960,768,128,8",
+    "7B n = 256": "24576,1536,128,8",
+    "7B n = 512": "24576,1536,64,4",
+    "1.4B n = 1024": "40960,768,32,2",
+}
+ROUTING = {
+    "256, 4 warps": "256/4",
+    "512, 2 warps": "512/2",
+    "**512, 4 warps**": "512/4",
+    "1024, 4 warps": "1024/4",
+}
+
+
+def routing(variant: str, column: str) -> float | None:
+    (found,) = (
+        row["us"][ROUTING[variant]]
+        for row in rows_of("trial_small_kernels.json")
+        if (row["what"], row["layer"]) == ("route", ROUTING_LAYERS[column])
+    )
+    return float(found)
+
+
 @pytest.mark.parametrize(
     ("section", "names", "measured"),
     [
@@ -143,6 +166,7 @@ def dependent(variant: str, column: str) -> float | None:
         ("## dH and up", GATHERED, gathered),
         ("## Ping-pong over", TURNS, in_turns),
         ("## Programmatic", DEPENDENT, dependent),
+        ("## Routing,", ROUTING, routing),
     ],
 )
 def test_the_notes_hold_what_was_measured(
@@ -191,3 +215,22 @@ def test_every_tuned_choice_was_faster_than_the_default(choice: dict[str, Any]) 
     assert chosen < 0.99 * default
     if choice["options"] == PLAIN:
         assert chosen == min(times.values())
+
+
+def test_the_notes_hold_what_launching_cost() -> None:
+    text = NOTES.read_text(encoding="utf-8").split("## What launching costs", 1)[1].split("\n## ", 1)[0]
+    measured = json.loads((FOLDER / "sonicmoe_triton_launch_cost.json").read_text())
+    first = measured["first_call"]
+    seconds = " | ".join(f"{first[cache]['first_call_s']:.1f}" for cache in ("cold", "warm"))
+    assert f"| first call, s | {seconds} |" in text
+    lines = {
+        "launched from Python, in a row": "host_ms",
+        "of it, the host's own time": "enqueue_ms",
+        "replayed as a CUDA graph, in a row": "graph_ms",
+        "launched / replayed, paired": "host_over_graph",
+        "one call, from an idle GPU": "idle_ms",
+    }
+    layers = measured["in_a_row"]["layers"]
+    for line, key in lines.items():
+        cells = " | ".join(f"{layers[name][key]['median']:.2f}" for name in ("sonicmoe_triton", "sonicmoe_official"))
+        assert f"| {line} | {cells} |" in text

@@ -26,6 +26,8 @@ from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power
 
 #: Pairs of one program, at most. Longer blocks make h smaller and the sort deeper.
 PAIRS_PER_BLOCK = 512
+#: Of the programs that count and sort a block: more threads shorten the sort, a chain of exchanges.
+BLOCK_WARPS = 4
 #: Blocks that the scan takes at once; no less than its 128 threads, for it works in place.
 SCAN_BLOCKS = 1024
 #: Tile-map entries that an expert writes at once.
@@ -197,9 +199,9 @@ def _launchers(
     sizes = {**experts, "E_PAD": padded_experts(num_experts), "BLOCK": block}
     kind = {"K": k, "GENERAL": general, "SCORED": scored}
     return _Launchers(
-        Launcher(_routing_count_kernel, sizes, num_warps=2),
+        Launcher(_routing_count_kernel, sizes, num_warps=BLOCK_WARPS),
         Launcher(_routing_scan_kernel, {**experts, "CHUNK": scan}, num_warps=4),
-        Launcher(_routing_rows_kernel, {**kind, **sizes, "BLOCK_M": block_m, "TILES": tiles}, num_warps=2),
+        Launcher(_routing_rows_kernel, {**kind, **sizes, "BLOCK_M": block_m, "TILES": tiles}, num_warps=BLOCK_WARPS),
     )
 
 
