@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -12,13 +13,15 @@ from rich.markup import escape
 from harness.environment import gpu_name
 from harness.errors import UserError
 from harness.interface import DISTRIBUTIONS, DTYPES, Implementation, Point, RoutingSpec
-from harness.operations import get_operation
+from harness.operations import RoutedExperts, get_operation
 from harness.points import point_to_dict
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
 from harness.registry import choices, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
 
 TIME_LIMIT_S = 300.0
+#: The tile to which routings are rounded.
+ROUTED_TILE = 16
 _HEADINGS = ("implementation", "dtype", "routing", "result", "largest relative L2 error")
 
 
@@ -28,7 +31,7 @@ class _Lines:
 
     def __init__(self, out: Console, plugins: Sequence[Implementation], distributions: Sequence[str]) -> None:
         self._out = out
-        names = [f"{p.name} {v}".strip() for p in plugins for vs in (*p.variants.values(), ("",)) for v in vs]
+        names = [_name(p, o, v) for p in plugins for o in p.operations for v in p.variants.get(o, ("",))]
         columns = (names, list(DTYPES), list(distributions), ["not installed"])
         self._widths = [max(map(len, [head, *cells])) for head, cells in zip(_HEADINGS, columns, strict=False)]
         self.add(*_HEADINGS, style="bold")
@@ -75,6 +78,11 @@ def check_implementations(
     )
 
 
+def _name(plugin: Implementation, operation: str, variant: str) -> str:
+    """What a line calls it: with the operation where it is another than the layer itself."""
+    return " ".join(part for part in (plugin.name, variant or operation.removeprefix("moe_layer")) if part)
+
+
 def _device(plugin: Implementation, has_gpu: bool) -> str:
     return "cuda" if has_gpu and "cuda" in plugin.devices else "cpu"
 
@@ -104,12 +112,15 @@ def _check_one(
             for variant in plugin.variants.get(operation, ("",)):
                 for distribution in distributions or DISTRIBUTIONS:
                     routing = RoutingSpec(distribution=distribution)
+                    if operation == RoutedExperts.name:
+                        # Tokens with more, with fewer and without experts.
+                        routing = replace(routing, method="nearest", m_tile=ROUTED_TILE)
                     point = Point(
                         operation, plugin.name, shape, preferred[0], routing=routing, variant=variant, device=device
                     )
                     impossible = get_operation(operation).unsupported_reason(point)
                     refused = ("unsupported", impossible) if impossible else refusal(plugin, point)
-                    cells = (f"{plugin.name} {variant}".strip(), point.dtype, distribution)
+                    cells = (_name(plugin, operation, variant), point.dtype, distribution)
                     if refused:
                         lines.add(*cells, *refused)
                         failed += refused[0] == "crashed"

@@ -39,16 +39,16 @@ def boundary_bytes(shape: MoEShape, pass_: str, b: int = 2) -> int:
     return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[pass_]
 
 
-def algorithm_bytes(shape: MoEShape, pass_: str, b: int = 2) -> int:
+def algorithm_bytes(shape: MoEShape, pass_: str, b: int = 2, rows: int | None = None) -> int:
     """Bytes that SonicMoE's kernels as designed must move, every tensor of a kernel once (a gathered tensor counts
     as its T·d source: re-reads are taken to hit the L2 cache).
 
     Forward: router reads X; up-projection reads X and W1, writes H (2·R·n) and A (R·n); down-projection reads A and
     W2, writes Y (R·d); aggregation reads Y, writes O. Backward: dH reads dO, W2 and H, writes A' and dH; dW2 reads A'
     and dO; dX~ reads dH and W1, writes R·d; the reduction reads that and writes dX; dW1 reads dH and X; the router's
-    gradients read X. Metadata and scores (about 16·R bytes a pass) are left out.
+    gradients read X. Metadata and scores (about 16·R bytes a pass) are left out. ``rows`` replaces R = T·K.
     """
-    R, T, d, n = shape.routed_rows, shape.T, shape.d, shape.n
+    R, T, d, n = shape.routed_rows if rows is None else rows, shape.T, shape.d, shape.n
     weights = weight_bytes(shape, b)
     forward = b * (2 * T * d + 2 * R * n + R * n + R * n + R * d + R * d + T * d) + weights
     dh = T * d + 2 * R * n + R * n + 2 * R * n

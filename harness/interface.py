@@ -8,12 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from harness.shapes import MoEShape
+
+if TYPE_CHECKING:
+    from harness.token_rounding import GeneralRouting
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -44,8 +47,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """How tokens find experts: the method, the distribution of the router's choices, its seed, and the M tile to
-    which a grouped GEMM pads each expert's rows (for padding accounts)."""
+    """How tokens find experts: the method (see `harness.token_rounding.METHODS`), the distribution of the router's
+    choices, its seed, and the M tile: to which a grouped GEMM pads each expert's rows, and to which rounding rounds."""
 
     method: str = "top_k"
     distribution: str = "uniform"
@@ -79,6 +82,7 @@ class Problem:
         x: (T, d), the layer's input; requires no gradient here (the harness sets it on its own leaf).
         gate, up: (E, n, d); down: (E, d, n); router: (E, d). Weights scaled as a trained layer's.
         grad_output: (T, d), the gradient that arrives from the next layer.
+        routing: of the operation ``routed_experts`` only: which experts each token has, with which weights.
     """
 
     point: Point
@@ -88,6 +92,7 @@ class Problem:
     down: Tensor
     router: Tensor
     grad_output: Tensor
+    routing: GeneralRouting | None = None
 
     @property
     def shape(self) -> MoEShape:
@@ -113,7 +118,8 @@ class Layer(ABC):
     @abstractmethod
     def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients of `parameters` (same order) as ``grad_gate`` (E, n, d), ``grad_up`` (E, n, d), ``grad_down``
-        (E, d, n) and ``grad_router`` (E, d). Views, not copies, wherever the layout allows."""
+        (E, d, n) and ``grad_router`` (E, d); with ``routed_experts`` ``grad_scores`` (P,) in place of the router's.
+        Views, not copies, wherever the layout allows."""
 
     def expert_indices(self, x: Tensor) -> Tensor | None:
         """(T, K) experts chosen for each token of ``x`` by exactly the router that `forward` runs; only called
@@ -163,10 +169,12 @@ class Implementation(ABC):
         if point.dtype not in self.dtypes:
             return f"{self.label} computes in {', '.join(self.dtypes)} only, not in {point.dtype}"
         if point.operation == "moe_layer":
+            if point.routing.method != "top_k":
+                return f"{self.label} routes by top-K itself; {point.routing.method} is for routed_experts"
             if point.layer.router_convention not in self.conventions:
                 return f"{self.label} has no router of the convention {point.layer.router_convention}"
-            if point.layer.activation != "swiglu" or point.layer.bias:
-                return f"{self.label} is set up here for SwiGLU experts without bias only"
+        if point.layer.activation != "swiglu" or point.layer.bias:
+            return f"{self.label} is set up here for SwiGLU experts without bias only"
         return self.restriction(point)
 
     def restriction(self, point: Point) -> str | None:

@@ -6,11 +6,12 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from harness.accounts import account
 from harness.compilation import CompilationCounter
 from harness.correctness import Correctness, forward_backward
 from harness.costs import ELEMENT_BYTES, algorithm_bytes, boundary_bytes, floors_ms, model_flops
@@ -164,7 +165,15 @@ def check_point(point: Point, implementation: Implementation, context: Context) 
 
 def _without_weights(problem: Problem) -> Problem:
     empty = torch.empty(0, dtype=problem.x.dtype)
-    return Problem(problem.point, problem.x, empty, empty, empty, empty, problem.grad_output)
+    return Problem(problem.point, problem.x, empty, empty, empty, empty, problem.grad_output, problem.routing)
+
+
+def _outcome(built: Built, point: Point) -> dict[str, int]:
+    """What came of the point's routing, for its row."""
+    assert built.correctness.counts is not None
+    outcome = routing_outcome(built.correctness.counts, point.routing.m_tile)
+    given = built.problems[0].routing
+    return outcome if given is None else outcome | {"dropped": given.dropped, "added": given.added}
 
 
 def failure(base: Row, status: str, reason: str, **extra: Any) -> Row:
@@ -205,8 +214,8 @@ def measure_point(
     }
     rows = point.shape.routed_rows
     padded = rows
-    if built.correctness.counts is not None and point.operation == "moe_layer":
-        outcome = routing_outcome(built.correctness.counts, point.routing.m_tile)
+    if built.correctness.counts is not None and point.operation in ("moe_layer", "routed_experts"):
+        outcome = _outcome(built, point)
         common["routing"] = {**common["routing"], **outcome}
         rows, padded = outcome["routed_rows"], outcome["padded_rows"]
     if built.correctness.reason:
@@ -288,7 +297,7 @@ def measure_point(
             row["kernels"] = breakdown(found, "p", pass_, implementation.kernel_role)
             row["environment"] = {**machine, "during_samples": clock_fields((device or host).states)}
         row["tflops"] = tflops
-        bytes_ = algorithm_bytes(point.shape, pass_, b)
+        bytes_ = algorithm_bytes(point.shape, pass_, b, rows)
         row["costs"] = {
             "flops": flops,
             "boundary_bytes": boundary_bytes(point.shape, pass_, b),
@@ -374,6 +383,28 @@ def _instability(compiled: int, sampled: Sequence[Samples]) -> str:
     return "; ".join(problems)
 
 
+def count_rows(point: Point, bases: dict[str, Row], context: Context) -> Iterator[Row]:
+    """One row: what came of a routing, counted on the CPU without a layer."""
+    with context.timed("environment"):
+        machine = environment("cpu")
+    with context.timed("counting"):
+        counted = account(point)
+    fields = row_fields(point)
+    (base,) = bases.values()
+    yield {
+        **base,
+        **fields,
+        "routing": {**fields["routing"], **counted["routing"]},
+        "costs": counted["costs"],
+        "environment": machine,
+        "measured_on": "cpu",
+        "timestamp": utc_now(),
+        "status": "ok",
+        "reason": "",
+        "overhead_s": dict(context.overhead),
+    }
+
+
 def measure_ratio(
     points: tuple[Point, Point],
     passes: Sequence[str],
@@ -404,8 +435,11 @@ def measure_ratio(
         "notes": list(dict.fromkeys(note for built in builts for note in built.layer.notes)),
         "measured_on": "cuda",
         "build_s": round(build_s, 3),
-        "correctness": {built.implementation.name: built.correctness.as_dict(point.dtype) for built in builts},
+        "correctness": {_side(points, i): built.correctness.as_dict(point.dtype) for i, built in enumerate(builts)},
     }
+    for key, built, its in zip(("routing", "denominator_routing"), builts, points, strict=True):
+        if its.operation == "routed_experts" and (key == "routing" or its.routing != point.routing):
+            common[key] = {**asdict(its.routing), **_outcome(built, its)}
     wrong = [f"{b.implementation.label}: {b.correctness.reason}" for b in builts if b.correctness.reason]
     if wrong:
         for pass_ in passes:
@@ -481,6 +515,13 @@ def measure_ratio(
         if compiled:
             row["status"], row["reason"] = "unstable", f"{compiled} compilations happened while timing"
         yield row
+
+
+def _side(points: tuple[Point, Point], i: int) -> str:
+    """What a ratio's row calls one of its sides: its implementation, and its method where the routing alone differs."""
+    own, other = points[i], points[1 - i]
+    alike = own.implementation == other.implementation and own.routing != other.routing
+    return f"{own.implementation} ({own.routing.method})" if alike else own.implementation
 
 
 def trace_fake(point: Point, implementation: Implementation, bases: dict[str, Row], context: Context) -> Iterator[Row]:

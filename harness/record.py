@@ -89,6 +89,7 @@ Row = TypedDict(
         "numerator_label": str,
         "denominator_label": str,
         "denominator_variant": str,
+        "denominator_routing": dict[str, Any],
         "time_kind": str,
         "value": float,
         "ci95": list[float],
@@ -152,6 +153,7 @@ _RATIO_ONLY = (
     "numerator",
     "denominator",
     "denominator_variant",
+    "denominator_routing",
     "numerator_label",
     "denominator_label",
     "time_kind",
@@ -315,6 +317,7 @@ def _identity(row: Mapping[str, Any]) -> list[str]:
     for field, keys in (
         ("layer", ("activation", "router_convention", "bias")),
         ("routing", ("method", "distribution", "seed", "m_tile")),
+        ("denominator_routing", ("method", "distribution", "seed", "m_tile")),
     ):
         value = row.get(field)
         if value is None:

@@ -94,7 +94,7 @@ def _compare(sums: dict[str, ErrorSums], nonzero_empty_experts: int) -> Comparis
     worst = {
         name: sums[name].worst_part(LEAST_TOKEN if name in ("output", "grad_x") else LEAST_EXPERT)
         for name in sums
-        if name != "grad_router"
+        if name not in ("grad_router", "grad_scores")
     }
     return Comparison({name: s.relative() for name, s in sums.items()}, nonzero_empty_experts, worst)
 
@@ -132,6 +132,91 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Ten
     return silu * up, grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
 
 
+@dataclass
+class _Streamed:
+    """What a pass over all experts gives in fp32: output and gradient of x (T, d), without a router's term; of each
+    pair dS and the squares of its summands (P,); the errors of the weights' gradients."""
+
+    output: Tensor
+    grad_x: Tensor
+    grad_scores: Tensor
+    products: Tensor
+    sums: dict[str, ErrorSums]
+    nonzero_empty_experts: int
+
+
+def _stream(
+    problem: Problem, x: Tensor, tokens: Tensor, experts: Tensor, scores: Tensor, gradients: dict[str, Tensor]
+) -> _Streamed:
+    """One expert after the other: its rows, its part of every result, its weights' gradients compared and dropped.
+
+    Args:
+        x: (T, d), fp32.
+        tokens, experts, scores: (P,) of each pair, int64 and fp32.
+    """
+    device = x.device
+    order = torch.argsort(experts, stable=True)
+    counts = torch.bincount(experts, minlength=problem.shape.E).tolist()
+    output, grad_x = torch.zeros(2, *x.shape, device=device)
+    grad_scores, products = torch.zeros(2, experts.numel(), device=device)
+    sums = {name: ErrorSums() for name in ("grad_gate", "grad_up", "grad_down")}
+    empty_maxima: list[Tensor] = []
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            for name in sums:
+                empty_maxima.append(gradients[name][expert].abs().amax().float())
+            continue
+        pairs = order[start : start + count]
+        start += count
+        rows = tokens[pairs]
+        gate, up, down = (w[expert].float() for w in (problem.gate, problem.up, problem.down))
+        rows_x, grad_rows = x[rows], problem.grad_output[rows].float()
+        h_gate, h_up = rows_x @ gate.T, rows_x @ up.T
+        weight = scores[pairs, None]
+        activation = torch.nn.functional.silu(h_gate) * h_up
+        y = activation @ down.T
+        output.index_add_(0, rows, weight * y)
+        terms = grad_rows * y
+        grad_scores[pairs] = terms.sum(1)
+        products[pairs] = terms.square_().sum(1)
+        grad_y = weight * grad_rows
+        _, grad_h_gate, grad_h_up = swiglu_backward(h_gate, h_up, grad_y @ down)
+        sums["grad_down"].add(gradients["grad_down"][expert], grad_y.T @ activation)
+        sums["grad_gate"].add(gradients["grad_gate"][expert], grad_h_gate.T @ rows_x)
+        sums["grad_up"].add(gradients["grad_up"][expert], grad_h_up.T @ rows_x)
+        grad_x.index_add_(0, rows, grad_h_gate @ gate + grad_h_up @ up)
+    nonzero = 0
+    if empty_maxima:
+        # NaN != 0 counts too.
+        nonzero = int((torch.stack(empty_maxima).view(-1, 3) != 0).any(1).sum())
+    return _Streamed(output, grad_x, grad_scores, products, sums, nonzero)
+
+
+def compare_routed(problem: Problem, output: Tensor, grad_x: Tensor, gradients: dict[str, Tensor]) -> Comparison:
+    """Compare an implementation of ``routed_experts`` with the fp32 reference.
+
+    Args:
+        gradients: ``grad_gate``, ``grad_up`` (E, n, d), ``grad_down`` (E, d, n), ``grad_scores`` (P,).
+    """
+    routing = problem.routing
+    assert routing is not None
+    with torch.no_grad(), full_precision():
+        pairs = routing.token_offsets.long().diff()
+        tokens = torch.repeat_interleave(torch.arange(problem.shape.T, device=problem.x.device), pairs)
+        scores = routing.scores.detach().float()
+        streamed = _stream(problem, problem.x.float(), tokens, routing.experts.long(), scores, gradients)
+        sums = streamed.sums
+        for name, value, reference in (
+            ("output", output, streamed.output),
+            ("grad_x", grad_x, streamed.grad_x),
+            ("grad_scores", gradients["grad_scores"], streamed.grad_scores),
+        ):
+            sums[name] = ErrorSums()
+            sums[name].add(value, reference, by_row=name != "grad_scores")
+    return _compare(sums, streamed.nonzero_empty_experts)
+
+
 def compare_layer(
     problem: Problem, indices: Tensor, output: Tensor, grad_x: Tensor, gradients: dict[str, Tensor]
 ) -> Comparison:
@@ -143,45 +228,15 @@ def compare_layer(
     """
     shape = problem.shape
     K = shape.K
-    device = problem.x.device
     with torch.no_grad(), full_precision():
         x, router = problem.x.float(), problem.router.float()
         with torch.enable_grad():
             logits = (x @ router.T).requires_grad_()
             scores = router_scores(logits, indices.long(), problem.point.layer.router_convention)
-        flat_scores = scores.detach().reshape(-1)
-        order = torch.argsort(indices.reshape(-1).long(), stable=True)
-        counts = torch.bincount(indices.reshape(-1).long(), minlength=shape.E).tolist()
-        expected = torch.zeros(shape.T, shape.d, device=device)
-        expected_grad_x = torch.zeros(shape.T, shape.d, device=device)
-        grad_scores, products = torch.zeros(2, shape.T * K, device=device)
-        sums = {name: ErrorSums() for name in ("grad_gate", "grad_up", "grad_down")}
-        empty_maxima: list[Tensor] = []
-        start = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                for name in sums:
-                    empty_maxima.append(gradients[name][expert].abs().amax().float())
-                continue
-            rows = order[start : start + count]
-            start += count
-            tokens = rows // K
-            gate, up, down = (w[expert].float() for w in (problem.gate, problem.up, problem.down))
-            rows_x, grad_rows = x[tokens], problem.grad_output[tokens].float()
-            h_gate, h_up = rows_x @ gate.T, rows_x @ up.T
-            weight = flat_scores[rows, None]
-            activation = torch.nn.functional.silu(h_gate) * h_up
-            y = activation @ down.T
-            expected.index_add_(0, tokens, weight * y)
-            terms = grad_rows * y
-            grad_scores[rows] = terms.sum(1)
-            products[rows] = terms.square_().sum(1)
-            grad_y = weight * grad_rows
-            _, grad_h_gate, grad_h_up = swiglu_backward(h_gate, h_up, grad_y @ down)
-            sums["grad_down"].add(gradients["grad_down"][expert], grad_y.T @ activation)
-            sums["grad_gate"].add(gradients["grad_gate"][expert], grad_h_gate.T @ rows_x)
-            sums["grad_up"].add(gradients["grad_up"][expert], grad_h_up.T @ rows_x)
-            expected_grad_x.index_add_(0, tokens, grad_h_gate @ gate + grad_h_up @ up)
+        tokens = torch.arange(shape.T, device=x.device).repeat_interleave(K)
+        streamed = _stream(problem, x, tokens, indices.reshape(-1).long(), scores.detach().reshape(-1), gradients)
+        sums, grad_scores, products = streamed.sums, streamed.grad_scores, streamed.products
+        expected, expected_grad_x = streamed.output, streamed.grad_x
         (grad_logits,) = torch.autograd.grad(scores, logits, grad_scores.view(shape.T, K))
         expected_grad_x += grad_logits @ router
         scores = scores.detach()
@@ -196,11 +251,7 @@ def compare_layer(
         ):
             sums[name] = ErrorSums(floor if name == "grad_router" else None)
             sums[name].add(value, reference, by_row=name != "grad_router")
-        nonzero = 0
-        if empty_maxima:
-            # NaN != 0 counts too.
-            nonzero = int((torch.stack(empty_maxima).view(-1, 3) != 0).any(1).sum())
-    return _compare(sums, nonzero)
+    return _compare(sums, streamed.nonzero_empty_experts)
 
 
 def compare_dense(

@@ -10,20 +10,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import store
+from harness import accounts, store
 from harness.environment import environment, gpu_name, package_version
 from harness.estimate import job_seconds
-from harness.interface import Implementation, Point
+from harness.interface import Implementation, Point, RoutingSpec
 from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
 from harness.record import REQUIRED, SCHEMA_VERSION, RecordError, utc_now
-from harness.registry import Registry, code_hash, installed_reason, refusal
+from harness.registry import Registry, code_hash, harness_hash, installed_reason, refusal
 from harness.timing import TimingSettings
 
 _IDENTITY_FIELDS = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
     "resume_key",
     "denominator_variant",
+    "denominator_routing",
     "numerator_label",
     "denominator_label",
 }
@@ -35,7 +36,8 @@ FAILED = ("wrong_result", "out_of_memory", "timeout", "crashed")
 class Work:
     """What to measure, before it is known whether it can run.
 
-    ``kind`` is ``point``, ``ratio`` (then ``denominator`` names the second implementation) or ``fake``.
+    ``kind`` is ``point``, ``ratio`` (then ``denominator`` names the second implementation), ``fake`` or ``account``
+    (which no implementation takes part in).
     """
 
     kind: str
@@ -61,7 +63,15 @@ class Work:
         text = " / ".join(self.implementations)
         variant = f" {self.point.variant}" if self.point.variant else ""
         bound = f" {self.bound}" if self.bound else ""
-        return f"{text}{variant}{bound} {self.point.shape}"
+        other = self.denominator_routing
+        methods = f" ({self.point.routing.method} / {other.method})" if other else ""
+        return f"{text}{variant}{bound}{methods} {self.point.shape}"
+
+    @property
+    def denominator_routing(self) -> RoutingSpec | None:
+        """How the denominator is routed, where that is another way than the numerator's."""
+        other = self.denominator_point
+        return other.routing if other is not None and other.routing != self.point.routing else None
 
     @property
     def bound(self) -> str:
@@ -163,9 +173,10 @@ class Runner:
 
     def _plan(self, work: Work) -> Job:
         point = work.point
-        known = [self.registry.get(name) if name in self.registry else None for name in work.implementations]
+        names = () if work.kind == "account" else work.implementations
+        known = [self.registry.get(name) if name in self.registry else None for name in names]
         base: dict[str, Any] = {"schema": SCHEMA_VERSION, "run_id": self.run_id, "sweep": self.sweep}
-        labels = [i.label if i else n for i, n in zip(known, work.implementations, strict=True)]
+        labels = [i.label if i else n for i, n in zip(known, names, strict=True)] or [accounts.LABEL]
         if work.kind == "ratio":
             base |= {
                 "record": "ratio",
@@ -177,12 +188,14 @@ class Runner:
             }
             if work.bound:
                 base["denominator_variant"] = work.bound
+            if work.denominator_routing:
+                base["denominator_routing"] = asdict(work.denominator_routing)
         else:
             base |= {"record": "measurement", "implementation": point.implementation, "label": labels[0]}
         found = [i for i in known if i is not None]
         distributions = ["torch", "triton", *(d for i in found for d in i.distributions)]
         packages = {name: package_version(name) for name in distributions}
-        code = "".join(code_hash(implementation) for implementation in found)
+        code = "".join(code_hash(implementation) for implementation in found) or harness_hash()
         where = "fake" if work.kind == "fake" else (self._gpu or "no GPU") if point.device == "cuda" else "cpu"
         bases = {}
         for pass_ in work.passes:
@@ -192,12 +205,15 @@ class Runner:
                 kind=work.kind,
                 denominator=work.denominator,
                 bound=work.bound,
+                denominator_routing=work.denominator_routing and asdict(work.denominator_routing),
                 settings=asdict(self.settings),
             )
             bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}
         return Job(work, bases, self._refusal(work, known))
 
     def _refusal(self, work: Work, known: Sequence[Implementation | None]) -> tuple[str, str] | None:
+        if work.kind == "account":
+            return None
         for point in work.points:
             reason = get_operation(point.operation).unsupported_reason(point)
             if reason:

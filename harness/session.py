@@ -22,18 +22,19 @@ from harness.timing import TimingSettings
 
 RESULTS = ROOT / "results"
 #: What `reproduce` runs with a GPU and without one.
-GPU_SWEEPS = ("paper_layers", "granularity", "sparsity")
-CPU_SWEEPS = ("cpu",)
+GPU_SWEEPS = ("paper_layers", "granularity", "sparsity", "token_rounding")
+CPU_SWEEPS = ("cpu", "token_rounding")
 
 
 def works_of(sweep: Sweep) -> list[Work]:
-    """Points, then ratios, then fake-tensor traces."""
+    """Points, then ratios, then fake-tensor traces, then accounts of routings."""
     passes = sweep.options.passes
     works = [Work("point", point, passes) for point in sweep.points]
     works += [
         Work("ratio", ratio.point, ratio.passes, ratio.denominator, ratio.denominator_point) for ratio in sweep.ratios
     ]
     works += [Work("fake", point, ("forward_backward",)) for point in sweep.fakes]
+    works += [Work("account", point, ("forward",)) for point in sweep.accounts]
     return works
 
 
@@ -128,6 +129,8 @@ def run_sweep(
         runner.on_event(report)
         summary = runner.run()
     _print_summary(out, summary, path)
+    if sweep.figure:
+        draw_figures(out, path.parent, path.parent / "figures", [sweep.figure])
     return summary.failed
 
 
@@ -140,6 +143,8 @@ def _print_plan(out: Console, sweep: Sweep, runner: Runner) -> None:
         name = " / ".join(work.implementations) + (f" ({work.point.variant})" if work.point.variant else "")
         estimate = job.refusal[0] if job.refusal else f"{job.seconds:.0f} s"
         routing = work.point.routing.distribution
+        if work.point.routing.method != "top_k":
+            routing = f"{work.point.routing.method}, {routing}"
         table.add_row(work.kind, name, str(work.point.shape), work.point.dtype, routing, str(len(job.bases)), estimate)
     out.print(table)
     seconds = sum(job.seconds for job in runner.jobs)

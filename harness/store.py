@@ -153,6 +153,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
         environment = row.get("environment") or {}
         identity = [row.get(key) for key in _IDENTITY]
         identity.append({key: routing.get(key) for key in ("method", "distribution", "seed", "m_tile")})
+        identity.append((row.get("denominator_routing") or {}).get("method"))
         identity.append((row.get("latency_ms") or {}).get("mode") or row.get("mode") or "burst")
         identity.append(environment.get("gpu") if row.get("measured_on") == "cuda" else environment.get("cpu"))
         key = json.dumps(identity, sort_keys=True)

@@ -5,11 +5,13 @@ The format, every key optional unless marked (*)::
     [sweep]
     name = "paper_layers"            # default: the file's name
     description = "..."              # (*) one sentence
+    figure = "token_rounding"        # drawn from the sweep's rows when it has run
 
-    [defaults]                       # for every entry below; the first five may also stand in an entry
+    [defaults]                       # for every entry below; the first seven may also stand in an entry
     dtype = "bfloat16"               # or a list
     distributions = ["uniform"]      # how the router's choices are distributed
     conventions = ["topk_softmax"]   # router conventions
+    methods = ["top_k"]              # routing methods (harness/token_rounding.py); others for routed_experts only
     seed = 0
     device = "cuda"                  # or "cpu"
     m_tile = 128                     # the M tile for padding accounts
@@ -38,11 +40,17 @@ The format, every key optional unless marked (*)::
     shapes = ["small"]               # default: those of the points of this operation
     passes = ["forward"]             # default: the sweep's
     bound = "gemm_glue"              # the denominator is this variant of dense_bound: how far from the bound is it?
+    denominator_method = "nearest"   # the denominator is routed by this method: what does it gain?
     dtype, distributions, conventions, seed, device
 
     [[fake]]                         # memory held, traced under fake tensors: any size on any machine
     implementations, shapes          # (*)
     operation, dtype                 # as above
+
+    [[routing]]                      # rows and padding of routings, counted: any size on any machine
+    methods = ["top_k", "nearest"]   # (*) see harness/token_rounding.py
+    shapes                           # (*)
+    distributions, seed, m_tile      # as above
 
 Named groups that several sweeps share stand in ``shapes.toml`` in the folder of the sweeps. Operations without an
 implementation in the list, unknown keys and names of any kind are errors, not surprises.
@@ -59,6 +67,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
+from harness import accounts
 from harness.errors import UserError
 from harness.interface import (
     DISTRIBUTIONS,
@@ -74,21 +83,33 @@ from harness.record import MODES, PASSES
 from harness.registry import ROOT, Registry, choices
 from harness.shapes import MoEShape
 from harness.timing import TimingSettings
+from harness.token_rounding import METHODS
 
 SWEEPS = ROOT / "sweeps"
 SHAPES_FILE = "shapes.toml"
 DEVICES = ("cuda", "cpu")
 EVERY = "*"
 
-_POINT_KEYS = ("dtype", "distributions", "conventions", "seed", "device", "m_tile")
+_POINT_KEYS = ("dtype", "distributions", "conventions", "methods", "seed", "device", "m_tile")
 _OPTION_KEYS = ("passes", "mode", "time_limit_s", "min_samples", "max_samples", "target_width", "sampling_s")
 _KEYS: dict[str, tuple[str, ...]] = {
-    "": ("sweep", "defaults", "shapes", "points", "ratios", "fake"),
-    "sweep": ("name", "description"),
+    "": ("sweep", "defaults", "shapes", "points", "ratios", "fake", "routing"),
+    "sweep": ("name", "description", "figure"),
     "defaults": (*_POINT_KEYS, *_OPTION_KEYS),
     "points": ("operation", "implementations", "shapes", "variants", *_POINT_KEYS),
-    "ratios": ("numerator", "denominator", "bound", "operation", "shapes", "variants", "passes", *_POINT_KEYS),
+    "ratios": (
+        "numerator",
+        "denominator",
+        "bound",
+        "denominator_method",
+        "operation",
+        "shapes",
+        "variants",
+        "passes",
+        *_POINT_KEYS,
+    ),
     "fake": ("operation", "implementations", "shapes", "variants", "dtype"),
+    "routing": ("methods", "shapes", "distributions", "seed", "m_tile"),
 }
 
 
@@ -129,12 +150,14 @@ class RatioPoint:
     """A ratio to measure: two implementations on the same point. ``point.implementation`` is the numerator.
 
     ``bound`` names the variant of `dense_bound` that the denominator computes at the same shape, in place of the same
-    operation; empty where both compute the same."""
+    operation; empty where both compute the same. ``method`` is the denominator's routing method; empty where both are
+    routed alike."""
 
     point: Point
     denominator: str
     passes: tuple[str, ...] = PASSES
     bound: str = ""
+    method: str = ""
 
     @property
     def numerator(self) -> str:
@@ -147,12 +170,14 @@ class RatioPoint:
     @property
     def denominator_point(self) -> Point:
         other = replace(self.point, implementation=self.denominator)
+        if self.method:
+            other = replace(other, routing=replace(other.routing, method=self.method))
         return replace(other, operation=DenseBound.name, variant=self.bound) if self.bound else other
 
     @property
     def is_a_a(self) -> bool:
         """An implementation against itself: what the method's own noise looks like."""
-        return self.numerator == self.denominator
+        return self.numerator_point == self.denominator_point
 
 
 @dataclass(frozen=True)
@@ -161,6 +186,8 @@ class Sweep:
 
     Attributes:
         fakes: points whose held memory is traced under fake CPU tensors (their device is ``cpu``).
+        accounts: points whose routing is counted (see `harness.accounts`).
+        figure: what to draw from the rows; empty: nothing.
         groups: the named groups of shapes that its file could use.
     """
 
@@ -169,13 +196,15 @@ class Sweep:
     points: list[Point] = field(default_factory=list)
     ratios: list[RatioPoint] = field(default_factory=list)
     fakes: list[Point] = field(default_factory=list)
+    accounts: list[Point] = field(default_factory=list)
+    figure: str = ""
     options: SweepOptions = field(default_factory=SweepOptions)
     groups: dict[str, list[MoEShape]] = field(default_factory=dict)
 
     @property
     def implementations(self) -> list[str]:
         """Names of all implementations in it, sorted."""
-        names = {point.implementation for point in [*self.points, *self.fakes]}
+        names = {point.implementation for point in [*self.points, *self.fakes, *self.accounts]}
         for ratio in self.ratios:
             names |= {ratio.numerator, ratio.denominator}
         return sorted(names)
@@ -183,7 +212,7 @@ class Sweep:
     @property
     def shapes(self) -> list[MoEShape]:
         """Every shape in it, each once, in order."""
-        everything = [*self.points, *(ratio.point for ratio in self.ratios), *self.fakes]
+        everything = [*self.points, *(ratio.point for ratio in self.ratios), *self.fakes, *self.accounts]
         return list(dict.fromkeys(point.shape for point in everything))
 
     def filter(self, only: Iterable[str] = (), skip: Iterable[str] = (), shape: Iterable[str] | str = ()) -> Sweep:
@@ -228,8 +257,9 @@ class Sweep:
             points=[point for point in self.points if keeps_point(point)],
             ratios=[ratio for ratio in self.ratios if keeps_point(ratio.point) and keeps(ratio.denominator)],
             fakes=[point for point in self.fakes if keeps_point(point)],
+            accounts=[point for point in self.accounts if keeps_point(point)],
         )
-        if not (left.points or left.ratios or left.fakes):
+        if not (left.points or left.ratios or left.fakes or left.accounts):
             raise UserError(f"sweep {self.name}: the filters leave nothing to measure")
         return left
 
@@ -329,8 +359,11 @@ class _Reader:
         fakes: list[Point] = []
         for where, entry in self._entries("fake"):
             fakes += self._points({"device": "cpu", "distributions": "uniform", **entry}, where, fake=True)
-        if not (points or ratios or fakes):
-            self.fail("", "asks for nothing: it has neither points nor ratios nor fake entries")
+        counted: list[Point] = []
+        for where, entry in self._entries("routing"):
+            counted += self._accounts(entry, where)
+        if not (points or ratios or fakes or counted):
+            self.fail("", "asks for nothing: it has neither points nor ratios nor fake nor routing entries")
         if ratios and not any(ratio.is_a_a for ratio in ratios):
             self.fail("ratios", "no A/A ratio; add one whose numerator is its denominator (it must include 1.00)")
         return Sweep(
@@ -339,9 +372,18 @@ class _Reader:
             list(dict.fromkeys(points)),
             list(dict.fromkeys(ratios)),
             list(dict.fromkeys(fakes)),
+            list(dict.fromkeys(counted)),
+            self._figure(head),
             options,
             self.groups,
         )
+
+    def _figure(self, head: Mapping[str, Any]) -> str:
+        if "figure" not in head:
+            return ""
+        import plots
+
+        return self._chosen(head["figure"], "sweep.figure", "figure", list(plots.FIGURES))[0]
 
     # Tables and keys
 
@@ -542,13 +584,15 @@ class _Reader:
         distributions = self._chosen(value, key, "distribution", DISTRIBUTIONS)
         value, key = self._setting(entry, where, "conventions", LayerSpec().router_convention)
         conventions = self._chosen(value, key, "router convention", ROUTER_CONVENTIONS)
+        value, key = self._setting(entry, where, "methods", RoutingSpec().method)
+        methods = self._chosen(value, key, "routing method", METHODS)
         value, key = self._setting(entry, where, "seed", 0)
         seed = int(self._number(value, key, True, 0))
         value, key = self._setting(entry, where, "m_tile", RoutingSpec().m_tile)
         m_tile = int(self._number(value, key, True, 1))
         combinations = [
-            (dtype, LayerSpec(router_convention=convention), RoutingSpec("top_k", distribution, seed, m_tile))
-            for dtype, convention, distribution in product(dtypes, conventions, distributions)
+            (dtype, LayerSpec(router_convention=convention), RoutingSpec(method, distribution, seed, m_tile))
+            for dtype, convention, distribution, method in product(dtypes, conventions, distributions, methods)
         ]
         return device[0], combinations
 
@@ -566,6 +610,21 @@ class _Reader:
             for variant in variants[name]
         ]
 
+    def _accounts(self, entry: Mapping[str, Any], where: str) -> list[Point]:
+        if "methods" not in entry:
+            self.fail(f"{where}.methods", f"missing; choose from {', '.join(METHODS)}")
+        if "shapes" not in entry:
+            self.fail(f"{where}.shapes", f"missing; write T,d,n,E,K or {choices('', self.raw_groups)}")
+        shapes = self._shapes(entry["shapes"], f"{where}.shapes")
+        _, combinations = self._settings_of(
+            {"device": "cpu", "conventions": LayerSpec().router_convention, **entry}, where
+        )
+        routings = list(dict.fromkeys(routing for _, _, routing in combinations))
+        return [
+            Point(accounts.OPERATION, accounts.NAME, shape, routing=routing, device="cpu")
+            for shape, routing in product(shapes, routings)
+        ]
+
     def _ratios(
         self, entry: Mapping[str, Any], where: str, points: Sequence[Point], options: SweepOptions
     ) -> list[RatioPoint]:
@@ -577,6 +636,13 @@ class _Reader:
             if len(bounds) != 1:
                 self.fail(f"{where}.bound", "must be one variant; write another entry for the next")
             bound = bounds[0]
+        method = ""
+        if "denominator_method" in entry:
+            (method, *more) = self._chosen(
+                entry["denominator_method"], f"{where}.denominator_method", "routing method", METHODS
+            )
+            if more or bound:
+                self.fail(f"{where}.denominator_method", "must be one method, and no bound beside it")
         sides = []
         for side in ("numerator", "denominator"):
             if side not in entry:
@@ -602,5 +668,5 @@ class _Reader:
                 self.fail(where, f"{top} and {bottom} share no variant of {operation}")
             for variant in shared:
                 point = Point(operation, top, shape, dtype, layer, routing, variant, device)
-                found.append(RatioPoint(point, bottom, passes, bound))
+                found.append(RatioPoint(point, bottom, passes, bound, method if method != routing.method else ""))
         return found

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.compilation import watch_triton
-from harness.measure import Context, check_point, measure_point, measure_ratio, release, trace_fake
+from harness.measure import Context, check_point, count_rows, measure_point, measure_ratio, release, trace_fake
 from harness.points import point_from_dict
 from harness.registry import Registry, load_registry
 from harness.timing import TimingSettings
@@ -77,6 +77,8 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             rows = iter(())
         elif job["kind"] == "fake":
             rows = trace_fake(point, plugins.get(point.implementation), bases, context)
+        elif job["kind"] == "account":
+            rows = count_rows(point, bases, context)
         elif job["kind"] == "ratio":
             pair = plugins.get(job["numerator"]), plugins.get(job["denominator"])
             points = point, point_from_dict(job["denominator_point"])

@@ -68,6 +68,37 @@ class SonicMoEOfficialLayer(Layer):
         return indices.long()
 
 
+class SonicMoEOfficialExperts(Layer):
+    """The package's path for general routing, pairs ordered by token. Weights as above; scores (P,)."""
+
+    def __init__(self, problem: Problem) -> None:
+        from sonicmoe import moe_general_routing_inputs
+        from sonicmoe.enums import ActivationType
+
+        routing = problem.routing
+        assert routing is not None
+        self.layer, self.activation, self.count = moe_general_routing_inputs, ActivationType.SWIGLU, problem.shape.E
+        self.gate_up = torch.stack((problem.gate, problem.up), dim=2).flatten(1, 2).requires_grad_()
+        self.down = problem.down.detach().requires_grad_()
+        self.scores, self.experts = routing.scores.detach().requires_grad_(), routing.experts
+        tokens = torch.arange(problem.shape.T, device=self.experts.device, dtype=torch.int32)
+        self.tokens = torch.repeat_interleave(tokens, routing.token_offsets.long().diff())
+        self.stream = torch.cuda.current_stream().cuda_stream
+
+    def parameters(self) -> Sequence[Tensor]:
+        return [self.gate_up, self.down, self.scores]
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.gate_up.permute(1, 2, 0), self.down.permute(1, 2, 0)
+        pairs = (self.scores, self.tokens, self.experts)
+        out: Tensor = self.layer(x, *pairs, up, None, down, None, self.count, self.stream, self.activation, False)[0]
+        return out
+
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        up, down, scores = gradients
+        return {"grad_gate": up[:, 0::2], "grad_up": up[:, 1::2], "grad_down": down, "grad_scores": scores}
+
+
 class SonicMoEOfficial(Implementation):
     name = "sonicmoe_official"
     label = "SonicMoE (official)"
@@ -78,6 +109,7 @@ class SonicMoEOfficial(Implementation):
         "pip install --no-deps -r requirements/sonicmoe_official.txt (Python >= 3.12)",
     )
     distributions = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
+    operations = ("moe_layer", "routed_experts")
     conventions = tuple(CONVENTIONS)
     kernel_roles = tuple(ROLES.items())
 
@@ -107,7 +139,7 @@ class SonicMoEOfficial(Implementation):
             fresh.replace(entry)
         before = set(cache.glob("*/*.autotune.json"))
 
-        layer = SonicMoEOfficialLayer(problem)
+        layer: Layer = SonicMoEOfficialLayer(problem) if problem.routing is None else SonicMoEOfficialExperts(problem)
         import triton
         from sonicmoe.functional.reduction_over_k_gather import token_gather_sum_kernel as aggregation
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Problem
-from harness.routing import router_scores
+from harness.routing import expert_counts, router_scores
 from implementations._torch_ops import host_counts, sort_by_expert
 
 
@@ -60,6 +60,39 @@ class _LoopLayer(Layer):
         return dict(zip(("grad_gate", "grad_up", "grad_down", "grad_router"), gradients, strict=True))
 
 
+class _RoutedLoopLayer(Layer):
+    """The same experts with the routing given: gate, up (E, n, d), down (E, d, n), scores (P,)."""
+
+    def __init__(self, problem: Problem) -> None:
+        routing = problem.routing
+        assert routing is not None
+        weights = (problem.gate, problem.up, problem.down, routing.scores)
+        self.gate, self.up, self.down, self.scores = (w.detach().requires_grad_() for w in weights)
+        experts = routing.experts.long()
+        tokens = torch.arange(problem.shape.T, device=experts.device)
+        tokens = torch.repeat_interleave(tokens, routing.token_offsets.long().diff())
+        # Known before any call, so that no call reads counts on the host.
+        counts = expert_counts(experts, problem.shape.E).tolist()
+        self.pairs = torch.argsort(experts, stable=True).split(counts)
+        self.tokens = [tokens[pairs] for pairs in self.pairs]
+
+    def parameters(self) -> Sequence[Tensor]:
+        return [self.gate, self.up, self.down, self.scores]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x, dtype=torch.float32)
+        experts = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), self.tokens, self.pairs, strict=True)
+        for gate, up, down, tokens, pairs in experts:
+            expert_x = x.index_select(0, tokens)
+            hidden = F.silu(F.linear(expert_x, gate)) * F.linear(expert_x, up)
+            weight = self.scores.index_select(0, pairs)
+            out = out.index_add_(0, tokens, F.linear(hidden, down) * weight[:, None])
+        return out.to(x.dtype)
+
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(("grad_gate", "grad_up", "grad_down", "grad_scores"), gradients, strict=True))
+
+
 class TorchLoop(Implementation):
     """A loop over experts: gather the expert's tokens, three linear layers, weighted `index_add_` in fp32.
 
@@ -73,6 +106,7 @@ class TorchLoop(Implementation):
     upstream = "https://github.com/pytorch/pytorch"
     licence = "BSD-3-Clause"
     distributions = ("torch",)
+    operations = ("moe_layer", "routed_experts")
     devices = ("cuda", "cpu")
     dtypes = ("bfloat16", "float16", "float32")
     conventions = ROUTER_CONVENTIONS
@@ -80,4 +114,4 @@ class TorchLoop(Implementation):
     fake_tensors = True
 
     def build(self, problem: Problem) -> Layer:
-        return _LoopLayer(problem)
+        return _LoopLayer(problem) if problem.routing is None else _RoutedLoopLayer(problem)

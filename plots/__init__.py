@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from plots import figure13_memory, figure14_throughput, granularity, headline
+from plots import figure13_memory, figure14_throughput, granularity, headline, token_rounding
 from plots import rows as _rows
 
 Figure = Callable[[pd.DataFrame | Iterable[Mapping[str, Any]], Path], list[Path]]
@@ -19,6 +19,7 @@ FIGURES: dict[str, Figure] = {
     figure14_throughput.NAME: figure14_throughput.draw,
     headline.NAME: headline.draw,
     granularity.NAME: granularity.draw,
+    token_rounding.NAME: token_rounding.draw,
 }
 #: Folder of the figures where no row was measured on a GPU.
 NO_GPU = "no_gpu"
@@ -43,6 +44,6 @@ def draw(
     found = _rows.gpus(table)
     parts = [(_rows.slug(gpu), _rows.of_gpu(table, gpu)) for gpu in found]
     if not parts:
-        parts = [(NO_GPU, table[table["measured_on"] == "fake"])]
+        parts = [(NO_GPU, _rows.of_no_gpu(table))]
     written = [path for folder, part in parts for _, function in chosen for path in function(part, output / folder)]
     return written, problems

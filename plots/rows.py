@@ -51,17 +51,19 @@ COLUMNS = (
     "measured_on", "gpu", "tflops", "tflops_low", "tflops_high", "tflops_host", "tflops_hardware", "device_ms",
     "device_ms_low", "device_ms_high", "busy_ms", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
     "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
-    "value", "value_low", "value_high",
+    "value", "value_low", "value_high", "denominator_method", "routed_rows", "padded_rows", "rows_added",
+    "rows_dropped", "denominator_rows",
 )  # fmt: skip
 #: One point of one sweep on one GPU; of several rows with the same key the latest counts.
 KEY = (
     "record", "sweep", "operation", "variant", "pass", "implementation", "numerator", "denominator", "time_kind",
-    "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "gpu", "measured_on",
+    "shape", "dtype", "method", "denominator_method", "m_tile", "distribution", "convention", "mode", "gpu",
+    "measured_on",
 )  # fmt: skip
 _TEXT = {
     "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
     "reason", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "measured_on", "gpu", "basis",
-    "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
+    "numerator", "denominator", "numerator_label", "denominator_label", "time_kind", "denominator_method",
 }  # fmt: skip
 NUMBERS_ALLOWED = ("ok", "unstable")
 
@@ -143,6 +145,13 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "value": _number(row.get("value")),
         "value_low": value_low,
         "value_high": value_high,
+        # The denominator's routing method and its routed rows, where a ratio compares two routings.
+        "denominator_method": text(_part(row, "denominator_routing"), "method") or text(row, "denominator_routing"),
+        "routed_rows": _number(routing.get("routed_rows")),
+        "padded_rows": _number(routing.get("padded_rows")),
+        "rows_added": _number(routing.get("added")),
+        "rows_dropped": _number(routing.get("dropped")),
+        "denominator_rows": _number(_part(row, "denominator_routing").get("routed_rows")),
     }
 
 
@@ -224,9 +233,18 @@ def gpus(rows: pd.DataFrame) -> list[str]:
     return sorted(set(rows.loc[rows["measured_on"] == "cuda", "gpu"]) - {""})
 
 
+def _of_any_gpu(rows: pd.DataFrame) -> pd.Series:
+    return (rows["measured_on"] == "fake") | (rows["operation"] == "token_rounding")
+
+
+def of_no_gpu(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that hold for any GPU: fake-tensor traces, and accounts of routings, which only count rows."""
+    return rows[_of_any_gpu(rows)]
+
+
 def of_gpu(rows: pd.DataFrame, gpu: str) -> pd.DataFrame:
-    """One GPU's rows, with the fake-tensor rows, which belong to no GPU."""
-    return rows[((rows["measured_on"] == "cuda") & (rows["gpu"] == gpu)) | (rows["measured_on"] == "fake")]
+    """One GPU's rows, with those that belong to no GPU."""
+    return rows[((rows["measured_on"] == "cuda") & (rows["gpu"] == gpu)) | _of_any_gpu(rows)]
 
 
 def one_gpu(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> pd.DataFrame:

@@ -120,7 +120,14 @@ def test_a_sweep_for_gpus_without_one(command_line: Run, monkeypatch: pytest.Mon
 def test_list(command_line: Run) -> None:
     code, out, _ = command_line("list")
     assert code == 0
-    for part in ("torch_loop", "sonicmoe_torch", "fake_ok", "Operations: moe_layer, dense_bound", "smoke", "broken:"):
+    for part in (
+        "torch_loop",
+        "sonicmoe_torch",
+        "fake_ok",
+        "Operations: moe_layer, routed_experts, dense_bound",
+        "smoke",
+        "broken:",
+    ):
         assert part in out
     assert re.search(r"fake_missing_package .* no ", out)
 
@@ -153,7 +160,8 @@ def test_check_in_a_process_of_its_own(moebench: MoeBench) -> None:
     ended = moebench("check", *names, *only)
     assert ended.returncode == 3 and not ended.stderr
     lines = {name: [line for line in ended.stdout.splitlines() if name in line] for name in names}
-    assert len(lines["torch_loop"]) == 2 and all(" ok " in line for line in lines["torch_loop"])
+    assert len(lines["torch_loop"]) == 4 and all(" ok " in line for line in lines["torch_loop"])
+    assert sum("torch_loop routed_experts" in line for line in lines["torch_loop"]) == 2
     assert all("wrong" in line and "output 0.1" in line for line in lines["fake_wrong"])
     assert all("crashed" in line and "SIGSEGV" in line for line in lines["fake_segfault"])
     assert "not installed" in lines["fake_missing_package"][0]

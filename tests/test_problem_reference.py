@@ -213,7 +213,7 @@ def test_dense_bound_needs_balanced_experts(shape: str) -> None:
 
 
 def test_unknown_operation() -> None:
-    with pytest.raises(UserError, match="choose from moe_layer, dense_bound"):
+    with pytest.raises(UserError, match="choose from moe_layer, routed_experts, dense_bound"):
         get_operation("nothing")
 
 

@@ -12,6 +12,7 @@ from harness.record import PASSES
 from harness.registry import BrokenPlugin, Registry
 from harness.shapes import MoEShape
 from harness.sweep import SWEEPS, Sweep, load_sweep, sweep_names
+from harness.token_rounding import METHODS
 
 
 def stub(plugin: str, **attributes: object) -> type[Implementation]:
@@ -33,8 +34,9 @@ def stub(plugin: str, **attributes: object) -> type[Implementation]:
 
 def make_registry() -> Registry:
     both = {"devices": ("cuda", "cpu"), "dtypes": ("bfloat16", "float16", "float32"), "fake_tensors": True}
-    classes = {name: stub(name) for name in ("sonicmoe_official", "scattermoe", "megablocks", "deepgemm")}
-    classes["sonicmoe_triton"] = stub("sonicmoe_triton")
+    classes = {name: stub(name) for name in ("scattermoe", "megablocks", "deepgemm")}
+    experts = {"operations": ("moe_layer", "routed_experts")}
+    classes |= {name: stub(name, **experts) for name in ("sonicmoe_official", "sonicmoe_triton")}
     classes |= {name: stub(name, **both) for name in ("sonicmoe_torch", "torch_grouped_mm", "torch_loop")}
     bound = {**both, "fake_tensors": False, "operations": ("dense_bound",)}
     classes["cublas_bound"] = stub("cublas_bound", **bound, variants={"dense_bound": ("gemm", "gemm_glue")})
@@ -63,7 +65,7 @@ def paper_shapes() -> list[MoEShape]:
 
 
 def test_committed_sweeps() -> None:
-    assert sweep_names() == ["cpu", "granularity", "paper_layers", "smoke", "sparsity"]
+    assert sweep_names() == ["cpu", "granularity", "paper_layers", "smoke", "sparsity", "token_rounding"]
     for name in sweep_names():
         sweep = load_sweep(name, REGISTRY)
         assert sweep.name == name and sweep.points
@@ -192,11 +194,11 @@ A_A = '[[ratios]]\nnumerator = "torch_loop"\ndenominator = "torch_loop"\n'
         (BASE, "asks for nothing"),
         (
             BASE + "[[point]]\n",
-            "point: unknown key; choose from sweep, defaults, shapes, points, ratios, fake (did you",
+            "point: unknown key; choose from sweep, defaults, shapes, points, ratios, fake, routing (did you",
         ),
         (
             '[sweep]\ndescription = "x"\nnam = "y"\n',
-            "sweep.nam: unknown key; choose from name, description (did you mean",
+            "sweep.nam: unknown key; choose from name, description, figure (did you mean",
         ),
         (BASE + '[defaults]\ndtypes = "float32"\n' + POINTS, "defaults.dtypes: unknown key"),
         (BASE + POINTS + 'routings = "uniform"\n', "points[1].routings: unknown key"),
@@ -335,3 +337,115 @@ def test_works_of_a_bound_know_both_points() -> None:
     work = next(work for work in works_of(load_sweep("paper_layers", REGISTRY)) if work.bound)
     assert work.points[0].operation == "moe_layer" and work.points[1].operation == "dense_bound"
     assert work.bound == "gemm_glue" and "gemm_glue" in work.title
+
+
+# Routing methods.
+
+METHODS_HEAD = """
+[sweep]
+description = "x"
+
+[shapes]
+one = ["64,16,8,4,2"]
+"""
+
+
+def test_token_rounding_counts_every_method_and_times_two() -> None:
+    sweep = load_sweep("token_rounding", REGISTRY)
+    assert sweep.figure == "token_rounding"
+    assert {point.routing.method for point in sweep.accounts} == set(METHODS)
+    assert {(point.operation, point.implementation, point.device) for point in sweep.accounts} == {
+        ("token_rounding", "routing", "cpu")
+    }
+    assert len(sweep.accounts) == len(set(sweep.accounts)) == 8 * 9 * 2
+    sizes = {(point.shape.T, point.shape.E) for point in sweep.accounts}
+    assert {E for T, E in sizes if T == 16384} == {32, 64, 128, 256, 512}
+    assert {T for T, E in sizes if E == 256} == {4096, 8192, 16384, 32768, 65536}
+    assert {point.routing.method for point in sweep.points} == {"top_k", "nearest"}
+    for ratio in sweep.ratios:
+        assert ratio.point.operation == "routed_experts" and ratio.numerator == ratio.denominator
+        assert ratio.point.routing.method == "top_k"
+        assert ratio.denominator_point.routing.method == ("top_k" if ratio.is_a_a else "nearest")
+    assert sum(ratio.is_a_a for ratio in sweep.ratios) == 1
+
+
+def test_methods_multiply_points(tmp_path: Path) -> None:
+    text = (
+        METHODS_HEAD
+        + """
+[defaults]
+methods = ["top_k", "up"]
+m_tile = 16
+
+[[points]]
+operation = "routed_experts"
+implementations = ["sonicmoe_triton"]
+shapes = ["one"]
+
+[[routing]]
+methods = "down"
+shapes = ["one"]
+distributions = ["uniform", "skewed"]
+m_tile = 4
+"""
+    )
+    sweep = load(tmp_path, text)
+    assert [(p.routing.method, p.routing.m_tile) for p in sweep.points] == [("top_k", 16), ("up", 16)]
+    found = [(p.routing.method, p.routing.distribution, p.routing.m_tile) for p in sweep.accounts]
+    assert found == [("down", "uniform", 4), ("down", "skewed", 4)]
+    assert not sweep.filter(only=["routing"]).points and len(sweep.filter(only=["routing"]).accounts) == 2
+
+
+def test_works_of_two_methods_know_both_points() -> None:
+    from harness.session import works_of
+
+    works = works_of(load_sweep("token_rounding", REGISTRY))
+    assert {work.kind for work in works} == {"point", "ratio", "account"}
+    work = next(work for work in works if work.denominator_routing)
+    assert [point.routing.method for point in work.points] == ["top_k", "nearest"]
+    assert "(top_k / nearest)" in work.title
+    (same,) = (work for work in works if work.kind == "ratio" and not work.denominator_routing)
+    assert same.points[0] == same.points[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('[[routing]]\nshapes = ["one"]', "methods: missing; choose from top_k"),
+        ('[[routing]]\nmethods = ["nearest"]', "shapes: missing"),
+        ('[[routing]]\nmethods = ["neares"]\nshapes = ["one"]', "did you mean nearest"),
+        ('[[routing]]\nmethods = ["up"]\nshapes = ["one"]\ndtype = "float16"', "dtype: unknown key"),
+        ('[defaults]\nmethods = ["x"]\n[[points]]\nimplementations = "torch_loop"\nshapes = ["one"]', "routing method"),
+    ],
+)
+def test_bad_methods_are_named(tmp_path: Path, text: str, part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        load(tmp_path, METHODS_HEAD + text)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ('denominator_method = "neares"', "did you mean nearest"),
+        ('denominator_method = ["up", "down"]', "must be one method"),
+        ('denominator_method = "up"\nbound = "gemm"', "no bound beside it"),
+    ],
+)
+def test_a_bad_denominators_method_is_named(tmp_path: Path, line: str, part: str) -> None:
+    denominator = "cublas_bound" if "bound" in line else "sonicmoe_triton"
+    text = f"""
+[[ratios]]
+operation = "routed_experts"
+numerator = "sonicmoe_triton"
+denominator = "{denominator}"
+shapes = ["one"]
+{line}
+"""
+    with pytest.raises(UserError, match=part):
+        load(tmp_path, METHODS_HEAD + text)
+
+
+def test_a_figure_must_exist(tmp_path: Path) -> None:
+    text = '[sweep]\ndescription = "x"\nfigure = "token_roundin"\n[[routing]]\nmethods = "up"\nshapes = ["8,8,8,4,2"]\n'
+    with pytest.raises(UserError, match="did you mean token_rounding"):
+        load(tmp_path, text)

@@ -6,8 +6,11 @@ from harness.errors import UserError
 from harness.operations.base import Operation
 from harness.operations.dense_bound import DenseBound
 from harness.operations.moe_layer import MoELayer
+from harness.operations.routed_experts import RoutedExperts
 
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (MoELayer(), DenseBound())}
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation for operation in (MoELayer(), RoutedExperts(), DenseBound())
+}
 
 
 def get_operation(name: str) -> Operation:
@@ -18,4 +21,4 @@ def get_operation(name: str) -> Operation:
         raise UserError(f"unknown operation {name!r}; choose from {', '.join(OPERATIONS)}") from None
 
 
-__all__ = ["OPERATIONS", "DenseBound", "MoELayer", "Operation", "get_operation"]
+__all__ = ["OPERATIONS", "DenseBound", "MoELayer", "Operation", "RoutedExperts", "get_operation"]

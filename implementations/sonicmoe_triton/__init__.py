@@ -69,6 +69,31 @@ class _TritonLayer(Layer):
         return self._function.choose_experts(x, self.router, self.k, self.convention)[1]
 
 
+class _RoutedTritonLayer(Layer):
+    """The experts with the routing given: w1, w2 as above; scores (P,)."""
+
+    def __init__(self, problem: Problem) -> None:
+        from implementations.sonicmoe_triton import function
+
+        routing = problem.routing
+        assert routing is not None
+        self._function = function
+        self.w1 = torch.cat([problem.gate, problem.up], dim=1).detach().requires_grad_()
+        self.w2 = problem.down.detach().requires_grad_()
+        self.scores = routing.scores.detach().requires_grad_()
+        self.experts, self.token_offsets = routing.experts, routing.token_offsets
+
+    def parameters(self) -> Sequence[Tensor]:
+        return [self.w1, self.w2, self.scores]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function.routed_experts(x, self.w1, self.w2, self.scores, self.experts, self.token_offsets)
+
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        grad_gate, grad_up = gradients[0].chunk(2, dim=1)
+        return {"grad_gate": grad_gate, "grad_up": grad_up, "grad_down": gradients[1], "grad_scores": gradients[2]}
+
+
 class SonicMoETriton(Implementation):
     """The algorithm with every gather, activation and gradient of the scores inside its GEMM's kernel."""
 
@@ -78,6 +103,7 @@ class SonicMoETriton(Implementation):
     licence = "Apache-2.0"
     requires: ClassVar[dict[str, str]] = {"triton": "pip install triton==3.6.0"}
     distributions = ("torch", "triton")
+    operations = ("moe_layer", "routed_experts")
     devices = ("cuda",)
     dtypes = ("bfloat16", "float16")
     conventions = ROUTER_CONVENTIONS
@@ -110,7 +136,7 @@ class SonicMoETriton(Implementation):
         return None
 
     def build(self, problem: Problem) -> Layer:
-        layer = _TritonLayer(problem)
+        layer = _TritonLayer(problem) if problem.routing is None else _RoutedTritonLayer(problem)
         if problem.x.device.type == "cuda" and not is_fake(problem.x) and problem.shape.T:
             # One call of each pass compiles every kernel.
             layer.call_once(problem)

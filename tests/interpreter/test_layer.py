@@ -81,6 +81,19 @@ def test_sizes(shape: str) -> None:
     check(problem_of(shape))
 
 
+@pytest.mark.parametrize("distribution", ["uniform", "one_group"])
+@pytest.mark.parametrize("method", ["nearest", "up", "down", "expert_choice"])
+def test_the_plugins_experts_with_the_routing_given(method: str, distribution: str) -> None:
+    """Tokens with more, with fewer and without experts, through the gate that a GPU's rows pass."""
+    routing = RoutingSpec(method, distribution, m_tile=8)
+    shape = MoEShape.parse("20,32,16,5,2")
+    point = Point("routed_experts", "sonicmoe_triton", shape, "float16", routing=routing, device="cpu")
+    operation = get_operation("routed_experts")
+    problem = operation.make_problem(point, "cpu")
+    result = operation.check(SonicMoETriton().build(problem), problem)
+    assert result.reason is None, result.reason
+
+
 def test_several_tiles_for_one_expert() -> None:
     check(problem_of("132,16,8,2,1", "float32", "one_group"))
 
