@@ -93,7 +93,8 @@ def test_metadata(experts: int, k: int, block: int, tmp_path: Path) -> None:
     sizes = {"E": experts, "E_PAD": padded, "BLOCK": block}
     rows = {**sizes, "BLOCK_M": 128, "TILES": metadata.TILES_PER_STORE}
     cases: list[tuple[Any, dict[str, Any], int]] = [
-        (metadata._routing_count_kernel, sizes, metadata.BLOCK_WARPS),
+        (metadata._routing_count_kernel, {**sizes, "GENERAL": False}, metadata.BLOCK_WARPS),
+        (metadata._routing_count_kernel, {**sizes, "GENERAL": True}, metadata.BLOCK_WARPS),
         (metadata._routing_scan_kernel, {"E": experts, "CHUNK": metadata.SCAN_BLOCKS}, 4),
         (metadata._routing_rows_kernel, {**rows, "K": k, "GENERAL": False, "SCORED": True}, metadata.BLOCK_WARPS),
         (metadata._routing_rows_kernel, {**rows, "K": 0, "GENERAL": True, "SCORED": False}, metadata.BLOCK_WARPS),

@@ -34,12 +34,17 @@ UNROLLED_K = tl.constexpr(64)
 @triton.jit
 def _aggregate_rows(  # type: ignore[no-untyped-def]
     rows_ptr, weights_ptr, reverse_ptr, first_pair, count, column,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, GENERAL: tl.constexpr, ROWS: tl.constexpr,
+    HINT: tl.constexpr,
 ):  # fmt: skip
     # (TOKENS, BLOCK_D): the weighted sums of the rows of pairs first_pair ... first_pair + min(count, ROWS) - 1
     slot = tl.arange(0, ROWS)[None, :]
     live = slot < count[:, None]
     row = tl.load(reverse_ptr + first_pair[:, None] + slot, mask=live, other=0)
+    if GENERAL:
+        # A pair without an expert.
+        live = live & (row >= 0)
+        row = tl.where(live, row, 0)
     at = row[:, :, None].to(tl.int64) * D + column[None, None, :]
     mask = live[:, :, None]
     if D % BLOCK_D != 0:
@@ -71,7 +76,7 @@ def _aggregation_kernel(  # type: ignore[no-untyped-def]
         count = tl.load(token_offsets_ptr + token + 1, mask=token < tokens, other=0) - pair
         for k in range(0, tl.max(count, 0), ROWS):
             total += _aggregate_rows(
-                rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column, D, BLOCK_D, WEIGHTED, ROWS, HINT
+                rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column, D, BLOCK_D, WEIGHTED, True, ROWS, HINT
             )
     else:
         pair = token * K
@@ -79,12 +84,34 @@ def _aggregation_kernel(  # type: ignore[no-untyped-def]
         if K <= UNROLLED_K:
             for k in tl.static_range(0, K, ROWS):
                 total += _aggregate_rows(
-                    rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column, D, BLOCK_D, WEIGHTED, ROWS, HINT
+                    rows_ptr,
+                    weights_ptr,
+                    reverse_ptr,
+                    pair + k,
+                    count - k,
+                    column,
+                    D,
+                    BLOCK_D,
+                    WEIGHTED,
+                    False,
+                    ROWS,
+                    HINT,
                 )
         else:
             for k in range(0, K, ROWS):
                 total += _aggregate_rows(
-                    rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column, D, BLOCK_D, WEIGHTED, ROWS, HINT
+                    rows_ptr,
+                    weights_ptr,
+                    reverse_ptr,
+                    pair + k,
+                    count - k,
+                    column,
+                    D,
+                    BLOCK_D,
+                    WEIGHTED,
+                    False,
+                    ROWS,
+                    HINT,
                 )
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
 

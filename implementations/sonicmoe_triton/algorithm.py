@@ -328,7 +328,13 @@ def routed_backward(
     x, grad_out = x.contiguous(), grad_out.contiguous()
 
     def scores_gradient(partial_scores: Tensor) -> RoutingGradients:
-        return RoutingGradients(partial_scores.sum(0)[held.reverse] if needs.routing else None)
+        if not needs.routing:
+            return RoutingGradients()
+        total, reverse = partial_scores.sum(0), held.reverse
+        if token_offsets is None:
+            return RoutingGradients(total[reverse])
+        # A pair without an expert has no row.
+        return RoutingGradients(torch.where(reverse >= 0, total[reverse.clamp_min(0)], 0.0))
 
     parameters, routing = Parameters(w1, w2, bias1, bias2), held.routing(k, token_offsets)
     with guard(x):

@@ -129,8 +129,8 @@ def routed_experts(
         x, w1, w2, activation, bias1, bias2: as for `moe_layer`.
         scores: weights of the pairs: (T, K), or (P,) ordered by token.
         experts: expert of each pair, any integer dtype, shaped as ``scores``; a token names an expert at most once. A
-            number outside [0, E), such as -1, names none: the pair adds nothing to output and gradients, though a row
-            is computed for it.
+            number outside [0, E), such as -1, names none: the pair adds nothing to output and gradients. Without
+            ``token_offsets`` a row is computed for it all the same.
         token_offsets: (T+1,) first pair of each token, then P, where tokens have different numbers of pairs (none
             included: their rows of the output are zero); None where each has P / T.
 
@@ -168,7 +168,10 @@ def routed_experts(
     # Outside of the numbers a kernel would read and write beside its tensors.
     named = (experts >= 0) & (experts < w1.shape[0])
     scores = torch.where(named, scores, 0.0).reshape(-1).float()
-    pairs = experts.clamp(0, w1.shape[0] - 1).reshape(-1).int()
+    if token_offsets is None:
+        pairs = experts.clamp(0, w1.shape[0] - 1).reshape(-1).int()
+    else:
+        pairs = torch.where(named, experts, -1).int()
     arguments = x, w1, w2, scores, pairs, token_offsets, bias1, bias2, k, activation
     return _RoutedFunction.apply(*arguments) if _is_plain(*arguments[:8]) else routed_experts_operator(*arguments)[0]
 

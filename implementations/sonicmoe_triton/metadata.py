@@ -91,13 +91,18 @@ class Routing:
 
 @triton.jit
 def _routing_count_kernel(  # type: ignore[no-untyped-def]
-    experts_ptr, block_counts_ptr, pairs, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr
-):
+    experts_ptr, block_counts_ptr, pairs, GENERAL: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     # experts (P,) -> block_counts (blocks, E)
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
     live = pair < pairs
-    count = tl.histogram(tl.load(experts_ptr + pair, mask=live, other=0), E_PAD, mask=live)
+    expert = tl.load(experts_ptr + pair, mask=live, other=0)
+    if GENERAL:
+        live = live & (expert >= 0)
+        expert = tl.where(live, expert, 0)
+    count = tl.histogram(expert, E_PAD, mask=live)
     lane = tl.arange(0, E_PAD)
     tl.store(block_counts_ptr + block * E + lane, count, mask=lane < E)
 
@@ -168,6 +173,9 @@ def _routing_rows_kernel(  # type: ignore[no-untyped-def]
         position = tl.arange(0, BLOCK)
         live = block * BLOCK + position < pairs
         expert = tl.load(experts_ptr + block * BLOCK + position, mask=live, other=0)
+        if GENERAL:
+            live = live & (expert >= 0)
+            expert = tl.where(live, expert, 0)
 
         # first[e]: the row of the block's first pair of e, less that pair's position in the sorted block.
         count = tl.histogram(expert, E_PAD, mask=live)
@@ -178,9 +186,15 @@ def _routing_rows_kernel(  # type: ignore[no-untyped-def]
         key = tl.sort(tl.where(live, expert, E_PAD) * BLOCK + position)
         row = position + tl.gather(first, tl.minimum(key // BLOCK, E_PAD - 1), 0)
         pair = block * BLOCK + key % BLOCK
-        token = tl.load(tokens_ptr + pair, mask=live, other=0) if GENERAL else pair // K
+        if GENERAL:
+            # So do pairs without an expert, which have no row.
+            live = key < E_PAD * BLOCK
+            token = tl.load(tokens_ptr + pair, mask=live, other=0)
+            tl.store(reverse_ptr + pair, tl.where(live, row, -1), mask=pair < pairs)
+        else:
+            token = pair // K
+            tl.store(reverse_ptr + pair, row, mask=live)
         tl.store(gather_ptr + row, token, mask=live)
-        tl.store(reverse_ptr + pair, row, mask=live)
         if SCORED:
             tl.store(row_scores_ptr + row, tl.load(scores_ptr + pair, mask=live, other=0.0), mask=live)
 
@@ -199,7 +213,7 @@ def _launchers(
     sizes = {**experts, "E_PAD": padded_experts(num_experts), "BLOCK": block}
     kind = {"K": k, "GENERAL": general, "SCORED": scored}
     return _Launchers(
-        Launcher(_routing_count_kernel, sizes, num_warps=BLOCK_WARPS),
+        Launcher(_routing_count_kernel, {"GENERAL": general, **sizes}, num_warps=BLOCK_WARPS),
         Launcher(_routing_scan_kernel, {**experts, "CHUNK": scan}, num_warps=4),
         Launcher(_routing_rows_kernel, {**kind, **sizes, "BLOCK_M": block_m, "TILES": tiles}, num_warps=BLOCK_WARPS),
     )
@@ -214,8 +228,9 @@ def make_routing(experts: Tensor, num_experts: int, block_m: int = 128, token_of
     """Sort routed pairs by expert and cut each expert's rows into tiles.
 
     Args:
-        experts: (T, K) integers in [0, E), or (P,) ordered by token with ``token_offsets``. Out-of-range values are
-            not looked for: that would take the host's attention.
+        experts: (T, K) integers in [0, E), or (P,) ordered by token with ``token_offsets``, where -1 is no expert: the
+            pair has no row, and R is a bound of the rows. Other values out of range are not looked for: that would take
+            the host's attention.
         num_experts: E <= 1024.
         block_m: rows of a tile.
         token_offsets: (T + 1,) integers, first pair of each token (general routing: any number of pairs, or none).

@@ -108,3 +108,32 @@ def test_routing_of_the_caller(dtype: str) -> None:
     none = (counts == 0).to(common.DEVICE)
     assert not got[0][none].any() and not got[1][none].any()
     assert not any(got[i][E - 1].any() for i in (2, 3, 5, 6))
+
+
+def test_pairs_without_an_expert_are_as_if_they_were_not_there() -> None:
+    """Bit for bit: rows, their order and their tiles are the same; whatever lies in the rows too many is not seen."""
+    T, d, n, E = 5000, 264, 136, 12
+    generator = torch.Generator().manual_seed(2)
+    counts = torch.randint(0, 7, (T,), generator=generator)
+    experts = torch.cat([torch.randperm(E, generator=generator)[:count] for count in counts.tolist()])
+    experts = torch.cat([experts, torch.full((3000,), -1)])
+    experts[torch.rand(len(experts), generator=generator) < 0.3] = -1
+    named = experts >= 0
+    tokens = torch.arange(T).repeat_interleave(counts)[named[: int(counts.sum())]]
+
+    def offsets_of(number: Tensor) -> Tensor:
+        return torch.cat([torch.zeros(1, dtype=torch.int64), number.cumsum(0)]).to(common.DEVICE)
+
+    of = torch.bfloat16
+    weights = random(T, d, dtype=of), random(E, 2 * n, d, dtype=of, scale=d**-0.5), random(E, d, n, dtype=of)
+    scores, grad = random(len(experts), dtype=torch.float32).abs(), random(T, d, dtype=of)
+    more = leaves_of(*weights, scores)
+    fewer = leaves_of(*weights, scores[named.to(common.DEVICE)])
+    on = experts.to(common.DEVICE)
+    out = function.routed_experts(*more, on, offsets_of(counts))
+    own = offsets_of(torch.bincount(tokens, minlength=T))
+    want = gradients(function.routed_experts(*fewer, on[named.to(common.DEVICE)], own), fewer, grad)
+    found = gradients(out, more, grad)
+    assert not found[-1][~named.to(common.DEVICE)].any()
+    found[-1] = found[-1][named.to(common.DEVICE)]
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

@@ -220,6 +220,26 @@ def test_numbers_that_name_no_expert_add_nothing() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_pairs_without_an_expert_and_behind_the_last_token(bias: bool) -> None:
+    """As rounding on the device leaves them: as many places as there may be pairs, -1 where there is none."""
+    counts = torch.tensor([2, 0, 3, 1, 4])
+    experts = torch.tensor([0, 2, -1, 1, 2, -1, 0, 1, 2, 3, -1, -1, -1, 7])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    named = (experts >= 0) & (experts < 4)
+    tensors = [random(5, 16), random(4, 16, 16, scale=0.3), random(4, 16, 8), random(14).abs()]
+    biases = [random(4, 16), random(4, 16)] if bias else []
+    got, want = (leaves_of(*tensors, *biases) for _ in range(2))
+    grad = random(5, 16)
+    out = function.routed_experts(*got[:4], experts, offsets, "swiglu", *got[4:])
+    found = gradients(out, got, grad)
+    own = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor([2, 0, 2, 0, 4]).cumsum(0)])
+    fewer = function.routed_experts(*want[:3], want[3][named], experts[named], own, "swiglu", *want[4:])
+    for a, b in zip(found, gradients(fewer, want, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert not found[0][[1, 3]].any() and not found[4][~named].any()
+
+
 def test_routing_of_the_caller_with_k_pairs_a_token() -> None:
     experts = torch.tensor([[0, 2], [1, 0], [2, 1]])
     tensors = (random(3, 16), random(3, 16, 16), random(3, 16, 8), random(3, 2))

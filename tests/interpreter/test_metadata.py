@@ -73,6 +73,29 @@ def test_general_routing(small_blocks: None, counts: tuple[int, ...]) -> None:
     assert routing.token_offsets is not None and routing.token_offsets.dtype == torch.int32
 
 
+def test_pairs_without_an_expert_have_no_row(small_blocks: None) -> None:
+    """Among others, in whole blocks of them, and behind the last token's pairs."""
+    generator = torch.Generator().manual_seed(1)
+    counts = torch.tensor([3, 0, 9, 40, 1, 7])
+    experts = torch.randint(-1, 5, (int(counts.sum()) + 30,), generator=generator).int()
+    experts[12:45], experts[-30:] = -1, -1
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    scores = torch.rand(len(experts), generator=generator)
+    routing, row_scores = route(scores, experts, 5, 4, offsets)
+    named = experts >= 0
+    tokens = torch.arange(6).repeat_interleave(counts)[named[:-30]]
+    own_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(tokens, minlength=6).cumsum(0)])
+    want, want_scores = route(scores[named], experts[named], 5, 4, own_offsets)
+    rows = int(named.sum())
+    assert routing.rows == len(experts) and int(routing.expert_offsets[-1]) == rows
+    assert torch.equal(routing.expert_offsets, want.expert_offsets) and torch.equal(routing.num_tiles, want.num_tiles)
+    tiles = int(want.num_tiles)
+    assert torch.equal(routing.tile_expert[:tiles], want.tile_expert[:tiles])
+    assert torch.equal(routing.tile_row[:tiles], want.tile_row[:tiles])
+    assert torch.equal(routing.gather[:rows], want.gather) and torch.equal(row_scores[:rows], want_scores)
+    assert torch.equal(routing.reverse[named], want.reverse) and bool((routing.reverse[~named] == -1).all())
+
+
 def test_a_token_may_name_an_expert_twice(small_blocks: None) -> None:
     experts = torch.tensor([1, 1, 0, 1], dtype=torch.int32)
     routing = make_routing(experts, 2, block_m=4, token_offsets=torch.tensor([0, 3, 4]))
