@@ -20,8 +20,6 @@ from harness.registry import choices, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
 
 TIME_LIMIT_S = 300.0
-#: The tile to which routings are rounded.
-ROUTED_TILE = 16
 _HEADINGS = ("implementation", "dtype", "routing", "result", "largest relative L2 error")
 
 
@@ -113,8 +111,8 @@ def _check_one(
                 for distribution in distributions or DISTRIBUTIONS:
                     routing = RoutingSpec(distribution=distribution)
                     if operation == RoutedExperts.name:
-                        # Tokens with more, with fewer and without experts.
-                        routing = replace(routing, method="nearest", m_tile=ROUTED_TILE)
+                        # Tokens with more, with fewer and without experts, however the router's choices lie.
+                        routing = replace(routing, method="expert_choice")
                     point = Point(
                         operation, plugin.name, shape, preferred[0], routing=routing, variant=variant, device=device
                     )

@@ -64,10 +64,10 @@ def list_() -> None:
     for broken in registry.broken:
         out.print(f"broken: {escape(broken.name)}: {escape(broken.reason)}")
     out.print(f"Operations: {', '.join(OPERATIONS)}")
-    table = _table("Sweeps", "name", "points", "ratios", "fake", "what")
+    table = _table("Sweeps", "name", "points", "ratios", "fake", "counted", "what")
     for name in sweep_names():
         sweep = load_sweep(name, registry)
-        counts = (len(sweep.points), len(sweep.ratios), len(sweep.fakes))
+        counts = (len(sweep.points), len(sweep.ratios), len(sweep.fakes), len(sweep.accounts))
         table.add_row(name, *(str(c) for c in counts), sweep.description)
     out.print(table)
 
@@ -131,7 +131,7 @@ def run(
     from harness.session import run_sweeps
 
     global _storing
-    _storing = True
+    _storing = not dry_run
     failed = run_sweeps(
         out, sweeps, only or [], skip or [], shape or [], resume=resume, dry_run=dry_run, output=output, mode=mode
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,12 +60,23 @@ class Evaluated:
 
 
 class Snapshot:
-    """What a problem's tensors were, to tell whether a layer changed them: copies of the input and of the incoming
-    gradient, and sums over the bits of the weights, which a layer may share."""
+    """What a problem's tensors were, to tell whether a layer changed them: copies of the input, of the incoming
+    gradient and of a routing given, and sums over the bits of the weights, which a layer may share."""
+
+    _NAMES: ClassVar[dict[str, str]] = {"x": "its input", "grad_output": "the incoming gradient"}
 
     def __init__(self, problem: Problem) -> None:
-        self._copies = {name: getattr(problem, name).clone() for name in ("x", "grad_output")}
+        self._copies = {name: tensor.clone() for name, tensor in self._copied(problem).items()}
         self._sums = self._bit_sums(problem)
+
+    @classmethod
+    def _copied(cls, problem: Problem) -> dict[str, Tensor]:
+        """By what a message calls them."""
+        found = {text: getattr(problem, name) for name, text in cls._NAMES.items()}
+        if problem.routing is not None:
+            for name in ("scores", "experts", "token_offsets"):
+                found[f"the routing's {name}"] = getattr(problem.routing, name).detach()
+        return found
 
     @staticmethod
     def _bit_sums(problem: Problem) -> dict[str, Tensor]:
@@ -77,11 +88,12 @@ class Snapshot:
 
     def change(self, problem: Problem) -> str | None:
         """A sentence that names what has changed since; None where nothing has."""
+        now = self._copied(problem)
         changed = [
-            "its input" if name == "x" else "the incoming gradient"
+            name
             for name, copy in self._copies.items()
             # Bits, since NaN is unequal to itself.
-            if not torch.equal(copy.view(torch.uint8), getattr(problem, name).view(torch.uint8))
+            if not torch.equal(copy.view(torch.uint8), now[name].view(torch.uint8))
         ]
         sums = self._bit_sums(problem)
         changed += [f"the problem's {name} weights" for name in sums if bool(sums[name] != self._sums[name])]

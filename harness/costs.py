@@ -22,40 +22,41 @@ def model_flops(shape: MoEShape, pass_: str, rows: int | None = None) -> int:
     return 2 * _GEMMS[pass_] * (shape.routed_rows if rows is None else rows) * shape.n * shape.d
 
 
-def weight_bytes(shape: MoEShape, b: int = 2) -> int:
-    """Bytes of the experts' and the router's weights: b·(3·E·d·n + E·d)."""
-    return b * (3 * shape.E * shape.d * shape.n + shape.E * shape.d)
+def weight_bytes(shape: MoEShape, b: int = 2, router: bool = True) -> int:
+    """Bytes of the experts' and the router's weights: b·(3·E·d·n + E·d), without a router 3·b·E·d·n."""
+    return b * (3 * shape.E * shape.d * shape.n + shape.E * shape.d * router)
 
 
-def boundary_bytes(shape: MoEShape, pass_: str, b: int = 2) -> int:
+def boundary_bytes(shape: MoEShape, pass_: str, b: int = 2, router: bool = True) -> int:
     """Bytes that cross the layer's boundary, each tensor once: inputs, weights, outputs.
 
     Forward: X and the weights in, O out. Backward: X, dO and the weights in, dX and the weights' gradients out.
     Nothing between the two passes is counted, so this is less than any implementation moves.
     """
     tokens = b * shape.T * shape.d
-    forward = 2 * tokens + weight_bytes(shape, b)
-    backward = 3 * tokens + 2 * weight_bytes(shape, b)
+    forward = 2 * tokens + weight_bytes(shape, b, router)
+    backward = 3 * tokens + 2 * weight_bytes(shape, b, router)
     return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[pass_]
 
 
-def algorithm_bytes(shape: MoEShape, pass_: str, b: int = 2, rows: int | None = None) -> int:
+def algorithm_bytes(shape: MoEShape, pass_: str, b: int = 2, rows: int | None = None, router: bool = True) -> int:
     """Bytes that SonicMoE's kernels as designed must move, every tensor of a kernel once (a gathered tensor counts
     as its T·d source: re-reads are taken to hit the L2 cache).
 
     Forward: router reads X; up-projection reads X and W1, writes H (2·R·n) and A (R·n); down-projection reads A and
     W2, writes Y (R·d); aggregation reads Y, writes O. Backward: dH reads dO, W2 and H, writes A' and dH; dW2 reads A'
     and dO; dX~ reads dH and W1, writes R·d; the reduction reads that and writes dX; dW1 reads dH and X; the router's
-    gradients read X. Metadata and scores (about 16·R bytes a pass) are left out. ``rows`` replaces R = T·K.
+    gradients read X. Metadata and scores (about 16·R bytes a pass) are left out. ``rows`` replaces
+    R = T·K; without ``router`` its reads of X (one a pass) and its weights are not there.
     """
     R, T, d, n = shape.routed_rows if rows is None else rows, shape.T, shape.d, shape.n
-    weights = weight_bytes(shape, b)
-    forward = b * (2 * T * d + 2 * R * n + R * n + R * n + R * d + R * d + T * d) + weights
+    weights = weight_bytes(shape, b, router)
+    forward = b * ((1 + router) * T * d + 2 * R * n + R * n + R * n + R * d + R * d + T * d) + weights
     dh = T * d + 2 * R * n + R * n + 2 * R * n
     dw2 = R * n + T * d
     dx = 2 * R * n + R * d + R * d + T * d
     dw1 = 2 * R * n + T * d
-    backward = b * (dh + dw2 + dx + dw1 + T * d) + 2 * weights
+    backward = b * (dh + dw2 + dx + dw1 + router * T * d) + 2 * weights
     return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[pass_]
 
 

@@ -168,11 +168,10 @@ class Implementation(ABC):
             return f"{self.label} does not run on {point.device}"
         if point.dtype not in self.dtypes:
             return f"{self.label} computes in {', '.join(self.dtypes)} only, not in {point.dtype}"
-        if point.operation == "moe_layer":
-            if point.routing.method != "top_k":
-                return f"{self.label} routes by top-K itself; {point.routing.method} is for routed_experts"
-            if point.layer.router_convention not in self.conventions:
-                return f"{self.label} has no router of the convention {point.layer.router_convention}"
+        if point.operation != "routed_experts" and point.routing.method != "top_k":
+            return f"the routing method {point.routing.method} is for routed_experts, not for {point.operation}"
+        if point.operation == "moe_layer" and point.layer.router_convention not in self.conventions:
+            return f"{self.label} has no router of the convention {point.layer.router_convention}"
         if point.layer.activation != "swiglu" or point.layer.bias:
             return f"{self.label} is set up here for SwiGLU experts without bias only"
         return self.restriction(point)

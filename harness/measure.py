@@ -297,10 +297,11 @@ def measure_point(
             row["kernels"] = breakdown(found, "p", pass_, implementation.kernel_role)
             row["environment"] = {**machine, "during_samples": clock_fields((device or host).states)}
         row["tflops"] = tflops
-        bytes_ = algorithm_bytes(point.shape, pass_, b, rows)
+        router = point.operation != "routed_experts"
+        bytes_ = algorithm_bytes(point.shape, pass_, b, rows, router)
         row["costs"] = {
             "flops": flops,
-            "boundary_bytes": boundary_bytes(point.shape, pass_, b),
+            "boundary_bytes": boundary_bytes(point.shape, pass_, b, router),
             "algorithm_bytes": bytes_,
         }
         if rates is not None and device_median is not None:
@@ -440,7 +441,9 @@ def measure_ratio(
     for key, built, its in zip(("routing", "denominator_routing"), builts, points, strict=True):
         if its.operation == "routed_experts" and (key == "routing" or its.routing != point.routing):
             common[key] = {**asdict(its.routing), **_outcome(built, its)}
-    wrong = [f"{b.implementation.label}: {b.correctness.reason}" for b in builts if b.correctness.reason]
+    wrong = [
+        f"{_side(points, i)}: {built.correctness.reason}" for i, built in enumerate(builts) if built.correctness.reason
+    ]
     if wrong:
         for pass_ in passes:
             yield failure({**bases[pass_], **common}, "wrong_result", "; ".join(wrong))

@@ -78,7 +78,7 @@ from harness.interface import (
     Point,
     RoutingSpec,
 )
-from harness.operations import OPERATIONS, DenseBound
+from harness.operations import OPERATIONS, DenseBound, RoutedExperts
 from harness.record import MODES, PASSES
 from harness.registry import ROOT, Registry, choices
 from harness.shapes import MoEShape
@@ -358,7 +358,11 @@ class _Reader:
             ratios += self._ratios(entry, where, points, options)
         fakes: list[Point] = []
         for where, entry in self._entries("fake"):
-            fakes += self._points({"device": "cpu", "distributions": "uniform", **entry}, where, fake=True)
+            # What a routing makes of memory, a trace cannot tell: it has no values.
+            fixed = {"device": "cpu", "distributions": "uniform", "methods": "top_k"}
+            if self._operation(entry, where) == RoutedExperts.name:
+                self.fail(f"{where}.operation", f"{RoutedExperts.name} cannot be traced: a routing needs values")
+            fakes += self._points({**fixed, **entry}, where, fake=True)
         counted: list[Point] = []
         for where, entry in self._entries("routing"):
             counted += self._accounts(entry, where)
@@ -383,7 +387,9 @@ class _Reader:
             return ""
         import plots
 
-        return self._chosen(head["figure"], "sweep.figure", "figure", list(plots.FIGURES))[0]
+        return self._chosen(self._text(head["figure"], "sweep.figure"), "sweep.figure", "figure", list(plots.FIGURES))[
+            0
+        ]
 
     # Tables and keys
 
@@ -571,9 +577,9 @@ class _Reader:
         return {**offered, **{name: every for name in broken}}
 
     def _settings_of(
-        self, entry: Mapping[str, Any], where: str
+        self, entry: Mapping[str, Any], where: str, operation: str
     ) -> tuple[str, list[tuple[str, LayerSpec, RoutingSpec]]]:
-        """The device, and every combination of dtype, layer and routing."""
+        """The device, and every combination of dtype, layer and routing, for an operation."""
         value, key = self._setting(entry, where, "device", "cuda")
         device = self._chosen(value, key, "device", DEVICES)
         if len(device) != 1:
@@ -584,12 +590,14 @@ class _Reader:
         distributions = self._chosen(value, key, "distribution", DISTRIBUTIONS)
         value, key = self._setting(entry, where, "conventions", LayerSpec().router_convention)
         conventions = self._chosen(value, key, "router convention", ROUTER_CONVENTIONS)
-        value, key = self._setting(entry, where, "methods", RoutingSpec().method)
-        methods = self._chosen(value, key, "routing method", METHODS)
+        value, key_of_methods = self._setting(entry, where, "methods", RoutingSpec().method)
+        methods = self._chosen(value, key_of_methods, "routing method", METHODS)
         value, key = self._setting(entry, where, "seed", 0)
         seed = int(self._number(value, key, True, 0))
         value, key = self._setting(entry, where, "m_tile", RoutingSpec().m_tile)
         m_tile = int(self._number(value, key, True, 1))
+        if key_of_methods and operation != RoutedExperts.name and methods != ["top_k"]:
+            self.fail(key_of_methods, f"only {RoutedExperts.name} takes a routing, not {operation}")
         combinations = [
             (dtype, LayerSpec(router_convention=convention), RoutingSpec(method, distribution, seed, m_tile))
             for dtype, convention, distribution, method in product(dtypes, conventions, distributions, methods)
@@ -598,7 +606,7 @@ class _Reader:
 
     def _points(self, entry: Mapping[str, Any], where: str, fake: bool = False) -> list[Point]:
         operation = self._operation(entry, where)
-        device, combinations = self._settings_of(entry, where)
+        device, combinations = self._settings_of(entry, where, operation)
         names = self._implementations(entry, where, operation, device, fake)
         variants = self._variants(entry, where, operation, names)
         if "shapes" not in entry:
@@ -617,7 +625,7 @@ class _Reader:
             self.fail(f"{where}.shapes", f"missing; write T,d,n,E,K or {choices('', self.raw_groups)}")
         shapes = self._shapes(entry["shapes"], f"{where}.shapes")
         _, combinations = self._settings_of(
-            {"device": "cpu", "conventions": LayerSpec().router_convention, **entry}, where
+            {"device": "cpu", "conventions": LayerSpec().router_convention, **entry}, where, RoutedExperts.name
         )
         routings = list(dict.fromkeys(routing for _, _, routing in combinations))
         return [
@@ -629,12 +637,14 @@ class _Reader:
         self, entry: Mapping[str, Any], where: str, points: Sequence[Point], options: SweepOptions
     ) -> list[RatioPoint]:
         operation = self._operation(entry, where)
-        device, combinations = self._settings_of(entry, where)
+        device, combinations = self._settings_of(entry, where, operation)
         bound = ""
         if "bound" in entry:
             bounds = self._chosen(entry["bound"], f"{where}.bound", "bound", list(DenseBound.variants))
             if len(bounds) != 1:
                 self.fail(f"{where}.bound", "must be one variant; write another entry for the next")
+            if operation == RoutedExperts.name:
+                self.fail(f"{where}.bound", f"the bound multiplies T*K rows, {operation} as many as its routing has")
             bound = bounds[0]
         method = ""
         if "denominator_method" in entry:
@@ -643,6 +653,8 @@ class _Reader:
             )
             if more or bound:
                 self.fail(f"{where}.denominator_method", "must be one method, and no bound beside it")
+            if operation != RoutedExperts.name:
+                self.fail(f"{where}.denominator_method", f"only {RoutedExperts.name} takes a routing, not {operation}")
         sides = []
         for side in ("numerator", "denominator"):
             if side not in entry:

@@ -7,8 +7,8 @@ Common to all of them: p is the fp32 softmax over a token's E logits; its top-K 
 tied ones, the lower expert); f_e is how many tokens have expert e among their top-K. p and the weights that tokens are
 ranked by are rounded to fp32, so a near-tie may be decided differently on another device.
 
-NaN: a NaN logit counts as the largest when top-K is chosen. All p of a token with a NaN or +inf logit are NaN, and so
-are its weights; where tokens are ranked they count as zero, so it is the first that an expert drops and the last that
+NaN: a NaN logit counts as the largest when top-K is chosen. All p of a token with a NaN or +inf logit, or with nothing
+but -inf, are NaN, and so are its weights; where tokens are ranked they count as zero, so it is the first that an expert drops and the last that
 it adds. Other tokens' weights are not touched.
 """
 

@@ -121,7 +121,9 @@ class SonicMoEOfficial(Implementation):
             return f"SonicMoE (official) needs rows of whole 16 bytes: d={shape.d} and n={shape.n} must divide by 8"
         if shape.K > 1024 or shape.E > 32768:
             return f"SonicMoE (official) routes to at most K=1024 of E=32768 experts, not K={shape.K} of E={shape.E}"
-        if (elements := shape.routed_rows * shape.d) > 2**32:
+        # Rounding up adds less than a tile to each expert.
+        most = shape.routed_rows + (point.routing.method != "top_k") * shape.E * (point.routing.m_tile - 1)
+        if (elements := most * shape.d) > 2**32:
             return f"SonicMoE (official) aggregates with 32-bit offsets, but T*K*d={elements} is more than 2^32"
         return None
 
@@ -151,9 +153,11 @@ class SonicMoEOfficial(Implementation):
         tuned = len(set(cache.glob("*/*.autotune.json")) - before)
         source = path if winners else "the machine's quack cache"
         layer.notes = [
-            "functional layer in training mode, without the load-balancing loss of upstream's module",
+            "functional layer in training mode, without the load-balancing loss of upstream's module"
+            if problem.routing is None
+            else "upstream's path for general routing, its sorting of the pairs included, in training mode",
             f"tiles of the six GEMMs: {tuned} tuned while building, the others from {source}",
         ]
-        if shape.E % 8 or shape.E > 4096 or shape.K > 16:
+        if problem.routing is None and (shape.E % 8 or shape.E > 4096 or shape.K > 16):
             layer.notes.append("top-K by torch: upstream's own kernel takes E % 8 = 0, E <= 4096 and K <= 16")
         return layer

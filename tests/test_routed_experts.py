@@ -142,6 +142,41 @@ def test_the_gate_refuses_planted_faults(way: str, named: str) -> None:
     assert reason and named in reason, reason
 
 
+class Meddling(DenseExperts):
+    """Right, but for the routing that it was handed, which it changes: while it is built, or in a call."""
+
+    def __init__(self, problem: Problem, when: str) -> None:
+        super().__init__(problem)
+        assert problem.routing is not None
+        self.routing, self.when = problem.routing, when
+        if when == "built":
+            self.scores.data.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "scores":
+            self.scores.data.zero_()
+        elif self.when == "experts":
+            self.routing.experts.fill_(0)
+        elif self.when == "token_offsets":
+            self.routing.token_offsets[1:-1] = 0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("when", "named"),
+    [
+        ("built", "while it was built"),
+        ("scores", "the routing's scores"),
+        ("experts", "the routing's experts"),
+        ("token_offsets", "the routing's token_offsets"),
+    ],
+)
+def test_a_layer_that_changes_the_routing_is_refused(when: str, named: str) -> None:
+    problem = OPERATION.make_problem(routed(), "cpu")
+    reason = OPERATION.check(Meddling(problem, when), problem).reason
+    assert reason and named in reason, reason
+
+
 def test_a_row_says_what_came_of_the_routing() -> None:
     point = routed(method="nearest")
     implementation = load_registry().get("torch_loop")
@@ -167,7 +202,7 @@ def test_a_layer_with_a_router_of_its_own_refuses_other_methods() -> None:
     for plugin in load_registry().all():
         if "moe_layer" in plugin.operations and "cpu" in plugin.devices:
             reason = plugin.unsupported_reason(point)
-            assert reason and "nearest is for routed_experts" in reason
+            assert reason and "nearest is for routed_experts, not for moe_layer" in reason
             assert plugin.unsupported_reason(replace(point, routing=replace(point.routing, method="top_k"))) is None
 
 

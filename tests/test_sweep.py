@@ -415,6 +415,14 @@ def test_works_of_two_methods_know_both_points() -> None:
         ('[[routing]]\nmethods = ["nearest"]', "shapes: missing"),
         ('[[routing]]\nmethods = ["neares"]\nshapes = ["one"]', "did you mean nearest"),
         ('[[routing]]\nmethods = ["up"]\nshapes = ["one"]\ndtype = "float16"', "dtype: unknown key"),
+        (
+            '[[points]]\nimplementations = "torch_loop"\nshapes = ["one"]\nmethods = ["top_k", "up"]',
+            r"points\[1\].methods: only routed_experts takes a routing, not moe_layer",
+        ),
+        (
+            '[[fake]]\nimplementations = "torch_loop"\nshapes = ["one"]\noperation = "routed_experts"',
+            "cannot be traced",
+        ),
         ('[defaults]\nmethods = ["x"]\n[[points]]\nimplementations = "torch_loop"\nshapes = ["one"]', "routing method"),
     ],
 )
@@ -428,14 +436,16 @@ def test_bad_methods_are_named(tmp_path: Path, text: str, part: str) -> None:
     [
         ('denominator_method = "neares"', "did you mean nearest"),
         ('denominator_method = ["up", "down"]', "must be one method"),
-        ('denominator_method = "up"\nbound = "gemm"', "no bound beside it"),
+        ('denominator_method = "up"\nbound = "gemm"', r"bound: the bound multiplies T\*K rows"),
+        ('denominator_method = "up"\noperation = "moe_layer"', "only routed_experts takes a routing, not moe_layer"),
     ],
 )
 def test_a_bad_denominators_method_is_named(tmp_path: Path, line: str, part: str) -> None:
     denominator = "cublas_bound" if "bound" in line else "sonicmoe_triton"
+    operation = "" if "operation" in line else 'operation = "routed_experts"'
     text = f"""
 [[ratios]]
-operation = "routed_experts"
+{operation}
 numerator = "sonicmoe_triton"
 denominator = "{denominator}"
 shapes = ["one"]
@@ -443,6 +453,26 @@ shapes = ["one"]
 """
     with pytest.raises(UserError, match=part):
         load(tmp_path, METHODS_HEAD + text)
+
+
+def test_a_trace_has_top_k_whatever_the_defaults_say(tmp_path: Path) -> None:
+    text = (
+        METHODS_HEAD
+        + """
+[defaults]
+methods = ["top_k", "nearest"]
+
+[[points]]
+operation = "routed_experts"
+implementations = "sonicmoe_triton"
+shapes = ["one"]
+
+[[fake]]
+implementations = "torch_loop"
+shapes = ["one"]
+"""
+    )
+    assert [point.routing.method for point in load(tmp_path, text).fakes] == ["top_k"]
 
 
 def test_a_figure_must_exist(tmp_path: Path) -> None:

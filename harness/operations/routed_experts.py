@@ -13,7 +13,7 @@ from harness.operations.base import Operation
 from harness.problem import make_problem
 from harness.reference import compare_routed, full_precision
 from harness.routing import expert_counts
-from harness.token_rounding import route_by
+from harness.token_rounding import GeneralRouting, route_by
 
 
 class RoutedExperts(Operation):
@@ -21,32 +21,35 @@ class RoutedExperts(Operation):
 
     The routing is made by the point's method from the logits x router^T of the first input set, and is the same for all
     input sets: what a routing costs the experts, without the routing's own cost. The pairs' weights are a leaf, whose
-    gradient is checked. There is no router.
+    gradient is checked. The router is no part of the layer.
     """
 
     name: ClassVar[str] = "routed_experts"
 
     def make_problem(self, point: Point, device: torch.device | str, input_set: int = 0) -> Problem:
         problem = make_problem(point, device, input_set)
-        nothing = problem.router[:0].clone()
-        if input_set:
-            return replace(problem, router=nothing)
+        return problem if input_set else replace(problem, routing=self._route(problem, point))
+
+    @staticmethod
+    def _route(problem: Problem, point: Point) -> GeneralRouting:
+        """The point's routing of the problem's own tokens, always the same; the router serves nothing else."""
         with full_precision():
             logits = problem.x.float() @ problem.router.float().T
-        generator = torch.Generator(device=device).manual_seed(point.routing.seed)
-        routing = route_by(
+        return route_by(
             logits,
             point.shape.K,
             point.routing.method,
             point.routing.m_tile,
             point.layer.router_convention,
-            generator=generator,
+            generator=torch.Generator(device=logits.device).manual_seed(point.routing.seed),
         )
-        return replace(problem, router=nothing, routing=routing)
 
     def check(self, layer: Layer, problem: Problem) -> Correctness:
         shape, routing = problem.shape, problem.routing
         assert routing is not None
+        # The routing is what the reference goes by, and building came before this: it must still be the method's own.
+        own = self._route(problem, problem.point)
+        given = all(torch.equal(a, b) for a, b in zip(own[:3], routing[:3], strict=True))
         before = Snapshot(problem)
         # As for moe_layer: what the judged call still holds of a call on other data is stale.
         forward_backward(layer, -problem.x, problem.grad_output)
@@ -59,7 +62,8 @@ class RoutedExperts(Operation):
             "grad_down": (shape.E, shape.d, shape.n),
             "grad_scores": tuple(routing.scores.shape),
         }
-        result = Correctness(reason=before.change(problem) or check_shapes(evaluated, expected))
+        changed = before.change(problem) or (None if given else "the layer changed the routing while it was built")
+        result = Correctness(reason=changed or check_shapes(evaluated, expected))
         result.counts = expert_counts(routing.experts, shape.E).cpu()
         if result.reason:
             return result

@@ -43,6 +43,7 @@ from harness.timing import GraphCalls, GraphCapturedError, L2Eviction
 
 OURS, OFFICIAL = "sonicmoe_triton", "sonicmoe_official"
 DEVICE = "cuda"
+FILE = "sonicmoe_triton_launch_cost.json"
 #: Forward + backward calls in a row, for each number of a turn.
 CALLS = 20
 #: Turns of each layer that count, after one that does not.
@@ -111,14 +112,17 @@ def run_child(command: Sequence[str], cache: Path) -> dict[str, Any]:
         RuntimeError: it failed or reported nothing; the message ends with the last line of its standard error.
     """
     began = time.perf_counter()
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=CHILD_LIMIT_S,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
+            capture_output=True,
+            text=True,
+            timeout=CHILD_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the first call's process was not done after {CHILD_LIMIT_S:.0f} s") from None
     wall_s = time.perf_counter() - began
     told = done.stderr.strip().splitlines() or ["nothing on standard error"]
     if done.returncode:
@@ -275,16 +279,23 @@ def main(
         left_out[OFFICIAL] = reason
     else:
         used.append(official)
+    # Named and writable before anything is measured.
+    rows = rows or ROOT / "results" / gpu_slug(torch.cuda.get_device_name()) / "tuning" / FILE
+    try:
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        rows.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"--rows {rows}: cannot be written: {error.strerror or error}") from error
     # Before the children, so that byte-code and libraries lie ready for the first of them as for the second.
     row = in_a_row(used, make_problem(points[OURS], DEVICE))
-    first = first_calls(size)
     packages = dict.fromkeys(name for implementation in used for name in implementation.distributions)
     where = environment("cuda", packages)
     about = {key: where[key] for key in ("gpu", "driver", "torch", "triton", "commit", "dirty", "packages")}
-    measured = {"first_call": first, "in_a_row": {"calls": CALLS, "layers": row, "left_out": left_out}}
-    rows = rows or ROOT / "results" / gpu_slug(about["gpu"]) / "tuning" / "sonicmoe_triton_launch_cost.json"
-    rows.parent.mkdir(parents=True, exist_ok=True)
-    rows.write_text(json.dumps(about | {"shape": str(size)} | measured, indent=1) + "\n")
+    measured = about | {"shape": str(size), "in_a_row": {"calls": CALLS, "layers": row, "left_out": left_out}}
+    # A child that fails must not take this along.
+    rows.write_text(json.dumps(measured, indent=1) + "\n")
+    first = first_calls(size)
+    rows.write_text(json.dumps(measured | {"first_call": first}, indent=1) + "\n")
     console = Console()
     for table in tables(first, row):
         console.print(table)

@@ -94,7 +94,7 @@ def test_gate(plugin: PluginWorker, shape: str, distribution: str) -> None:
             )
             if operation == "routed_experts":
                 # Tokens with more, with fewer and without experts.
-                point = replace(point, routing=replace(point.routing, method="nearest", m_tile=16))
+                point = replace(point, routing=replace(point.routing, method="expert_choice"))
             try:
                 plugin.check(point)
                 checked += 1
