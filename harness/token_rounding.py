@@ -8,8 +8,8 @@ tied ones, the lower expert); f_e is how many tokens have expert e among their t
 ranked by are rounded to fp32, so a near-tie may be decided differently on another device.
 
 NaN: a NaN logit counts as the largest when top-K is chosen. All p of a token with a NaN or +inf logit, or with nothing
-but -inf, are NaN, and so are its weights; where tokens are ranked they count as zero, so it is the first that an expert drops and the last that
-it adds. Other tokens' weights are not touched.
+but -inf, are NaN, and so are its weights; where tokens are ranked they count as zero, so it is the first that an expert
+drops and the last that it adds. Other tokens' weights are not touched.
 """
 
 from __future__ import annotations
