@@ -29,10 +29,10 @@ CHUNK = 8192
 
 def _drawn(shape: MoEShape, distribution: str, seed: int) -> Iterator[Tensor]:
     """(CHUNK, E) logits at a time, fp32 on the CPU: distributed as those of `harness.problem`'s inputs, standard normal
-    with the planted offsets, but not the same numbers (no product over d is computed)."""
+    with the planted offsets, but not the same numbers (no product over d is computed). Without tokens, one (0, E)."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + 29)
     offsets = planted_logits(distribution, shape.E, shape.K)
-    for first in range(0, shape.T, CHUNK):
+    for first in range(0, max(shape.T, 1), CHUNK):
         logits = torch.randn(min(CHUNK, shape.T - first), shape.E, generator=generator)
         yield logits if offsets is None else logits + offsets
 

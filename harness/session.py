@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,20 +59,60 @@ def run_sweeps(
     dry_run: bool = False,
     output: Path | None = None,
     mode: str = "",
+    figures: bool = True,
 ) -> int:
-    """Run sweeps one after another; returns how many rows failed."""
+    """Run sweeps one after another, then draw the figures that they name; returns how many rows failed.
+
+    Args:
+        figures: with False, nothing is drawn.
+    """
     if mode and mode not in MODES:
         raise UserError(f"--mode {mode}: choose from {', '.join(MODES)}")
     registry = load_registry()
     # All of them are read before the first one runs: a typing error must not surface after an hour.
-    loaded = [load_sweep(name, registry, only=only, skip=skip, shape=shapes) for name in names]
+    whole = [load_sweep(name, registry) for name in names]
+    loaded = [sweep.filter(only, skip, shapes) for sweep in whole]
     folder = results_folder(output)
+    drawn = list(dict.fromkeys(sweep.figure for sweep in loaded if sweep.figure)) if figures and not dry_run else []
+    target = folder / "figures"
+    if not dry_run:
+        _check_gpu(whole, loaded)
+    if drawn and target.exists() and not target.is_dir():
+        raise UserError(f"{target}: is not a folder, but figures go there; move it, or name another folder by --output")
     # A commit that is named wrongly must not turn every row into a failure.
     environment("fake")
     failed = 0
     for sweep in loaded:
         failed += run_sweep(out, sweep, registry, folder / f"{sweep.name}.jsonl", resume, dry_run, mode)
+    for name in drawn:
+        # The rows are what counts: they are stored, and a figure can be drawn again.
+        try:
+            _draw(out, folder, target, [name], folder.glob("*.jsonl"))
+        except Exception as error:
+            kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
+            reason = " ".join(f"{kind}{error}".split())
+            out.print(f"[yellow]not drawn[/] {name}: {escape(reason)}", highlight=False, soft_wrap=True)
     return failed
+
+
+def _check_gpu(whole: Sequence[Sweep], loaded: Sequence[Sweep]) -> None:
+    """Refuse sweeps of which nothing can run here. ``whole``: the same sweeps before the filters."""
+    if gpu_name() is not None:
+        return
+
+    def needs_gpu(sweep: Sweep) -> bool:
+        return all(work.point.device == "cuda" for work in works_of(sweep))
+
+    for unfiltered, sweep in zip(whole, loaded, strict=True):
+        if needs_gpu(unfiltered):
+            raise UserError(
+                f"sweep {sweep.name} needs an NVIDIA GPU and this machine has none; try the sweeps cpu or smoke"
+            )
+        if needs_gpu(sweep):
+            raise UserError(
+                f"what the filters leave of sweep {sweep.name} needs an NVIDIA GPU and this machine has none; "
+                "filter less, or try the sweeps cpu or smoke"
+            )
 
 
 def run_sweep(
@@ -96,11 +136,6 @@ def run_sweep(
     if dry_run:
         _print_plan(out, sweep, runner)
         return 0
-    need_gpu = [job for job in runner.jobs if job.work.point.device == "cuda"]
-    if need_gpu and len(need_gpu) == len(runner.jobs) and gpu_name() is None:
-        raise UserError(
-            f"sweep {sweep.name} needs an NVIDIA GPU and this machine has none; try the sweeps cpu or smoke"
-        )
     out.print(f"[bold]{sweep.name}[/]: {escape(sweep.description)}", highlight=False)
     out.print(f"rows -> {path}", highlight=False, soft_wrap=True)
     with Progress(
@@ -129,9 +164,20 @@ def run_sweep(
         runner.on_event(report)
         summary = runner.run()
     _print_summary(out, summary, path)
-    if sweep.figure:
-        draw_figures(out, path.parent, path.parent / "figures", [sweep.figure])
     return summary.failed
+
+
+def _planned(work: Work) -> str:
+    """What a line of the plan calls a work's implementations, told apart from others of the same ones."""
+    names = work.implementations
+    details = [work.point.variant] if work.point.variant else []
+    if work.bound:
+        details.append(f"bound {work.bound}")
+    other = work.denominator_routing
+    if other:
+        details.append(f"{work.point.routing.method} / {other.method}")
+        names = tuple(dict.fromkeys(names))
+    return " / ".join(names) + (f" ({', '.join(details)})" if details else "")
 
 
 def _print_plan(out: Console, sweep: Sweep, runner: Runner) -> None:
@@ -140,12 +186,13 @@ def _print_plan(out: Console, sweep: Sweep, runner: Runner) -> None:
         table.add_column(column, overflow="fold")
     for job in runner.jobs:
         work = job.work
-        name = " / ".join(work.implementations) + (f" ({work.point.variant})" if work.point.variant else "")
         estimate = job.refusal[0] if job.refusal else f"{job.seconds:.0f} s"
         routing = work.point.routing.distribution
         if work.point.routing.method != "top_k":
             routing = f"{work.point.routing.method}, {routing}"
-        table.add_row(work.kind, name, str(work.point.shape), work.point.dtype, routing, str(len(job.bases)), estimate)
+        table.add_row(
+            work.kind, _planned(work), str(work.point.shape), work.point.dtype, routing, str(len(job.bases)), estimate
+        )
     out.print(table)
     seconds = sum(job.seconds for job in runner.jobs)
     skipped = f", {runner.summary.skipped} rows there already" if runner.summary.skipped else ""
@@ -202,13 +249,25 @@ def draw_figures(out: Console, results: Path | None, output: Path | None, figure
     for name in figures:
         if name not in plots.FIGURES:
             raise UserError(f"unknown figure {name!r}; choose from {', '.join(plots.FIGURES)}")
-    target = output or RESULTS / "figures"
+    return _draw(out, results or RESULTS, output or RESULTS / "figures", figures)
+
+
+def _draw(
+    out: Console, results: Path, target: Path, figures: Sequence[str], own: Iterable[Path] | None = None
+) -> list[Path]:
+    """Draw figures (none named: all) and say what was written, and which lines of the rows' files (``own``: of these
+    only) could not be read."""
+    import plots
+
     try:
-        written, problems = plots.draw(results or RESULTS, target, figures or None)
+        written, problems = plots.draw(results, target, figures or None)
     except OSError as error:
         raise UserError(f"{error.filename or target}: cannot be written: {error.strerror or error}") from error
+    if own is not None:
+        starts = tuple(f"{path}:" for path in own)
+        problems = [problem for problem in problems if problem.startswith(starts)]
     for problem in problems:
-        out.print(f"[yellow]ignored[/] {escape(str(problem))}", highlight=False, soft_wrap=True)
+        out.print(f"[yellow]ignored[/] {escape(problem)}", highlight=False, soft_wrap=True)
     for path in written:
         out.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return written
@@ -219,7 +278,7 @@ def reproduce(out: Console) -> None:
     names = GPU_SWEEPS if gpu_name() else CPU_SWEEPS
     if names is CPU_SWEEPS:
         out.print("No NVIDIA GPU here: measuring at CPU scale; figures come from the committed rows of real GPUs.")
-    failed = run_sweeps(out, names, (), (), (), resume=True)
+    failed = run_sweeps(out, names, (), (), (), resume=True, figures=False)
     if failed:
         out.print(f"[yellow]{failed} rows failed; the figures mark them[/]")
     draw_figures(out, None, None, [])

@@ -157,13 +157,14 @@ def families(rows: pd.DataFrame) -> list[Family]:
 
 def choose(counted: pd.DataFrame, gpu: pd.DataFrame) -> tuple[Family | None, Family | None, list[Family]]:
     """The family to draw of the accounts and of the rows of a GPU (the same where it can be), and those left out.
-    Of accounts with equally many points those come first that a GPU has measured as well."""
+    Of accounts with equally many points those come first that a GPU has measured as well. Without tokens there are no
+    shares to draw."""
     on_gpu = families(gpu)
     measured = {family.sizes for family in on_gpu}
     every = sorted(families(counted), key=lambda f: (-len(f.experts), f.sizes not in measured))
-    first = every[0] if every else None
+    first = next((family for family in every if family.T), None)
     same = [family for family in on_gpu if first is not None and family.sizes == first.sizes]
-    second = (same or on_gpu or [None])[0]  # type: ignore[list-item]
+    second = next((family for family in [*same, *on_gpu] if family.T), None)
     drawn = {family.sizes for family in (first, second) if family is not None}
     left: dict[tuple[int, int, int, int, str], Family] = {}
     for family in [*every, *on_gpu]:
@@ -673,7 +674,7 @@ class _Figure:
             )
         if self.left:
             drawn = self.counted or self.timed
-            others = [_differences(family, drawn) for family in self.left if drawn is not None]
+            others = [_differences(family, drawn) if drawn is not None else family.title for family in self.left]
             more = f"; {len(others) - 6} more" if len(others) > 6 else ""
             texts.append(f"In the rows but not drawn: {'; '.join(others[:6])}{more}.")
         return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="     ")]

@@ -148,6 +148,7 @@ STATES = {
     "only_ratios": lambda: [ratio(16), ratio(32)],
     "no_numbers": lambda: [account(16, "up", routing={"method": "up", "distribution": "uniform", "seed": 0,
                                                       "m_tile": TILE})],
+    "no_tokens": lambda: [without_tokens(made) for made in several()],
     "empty": lambda: [],
 }  # fmt: skip
 
@@ -352,6 +353,35 @@ def test_the_family_with_the_most_points_is_drawn() -> None:
     first, second, left = figure.choose(counted, gpu)
     assert first == FAMILY and second is not None and (second.T, len(left)) == (9000, 2)
     assert any("not drawn: T = 8192, d = 64, n = 32." in text for text in texts([*few, *accounts()]))
+
+
+def without_tokens(made: dict[str, Any]) -> dict[str, Any]:
+    zero = dict.fromkeys(("routed_rows", "padded_rows", "added", "dropped"), 0)
+    return made | {"shape": made["shape"] | {"T": 0}, "routing": made["routing"] | zero}
+
+
+def test_families_without_tokens_are_left_out() -> None:
+    # More points than the others have, and still not chosen.
+    none = [without_tokens(account(experts, method)) for experts in (8, 16, 32, 64) for method in COUNTS]
+    timed = [without_tokens(measured(16, "top_k")), without_tokens(ratio(16))]
+    gpu = pd.concat([figure.measurements(table.frame(timed)), figure.comparisons(table.frame(timed))])
+    first, second, left = figure.choose(figure.accounts(table.frame([*none, *accounts()])), gpu)
+    assert first == FAMILY and second is None and [family.T for family in left] == [0]
+    found = texts([*none, *timed, *accounts()])
+    assert any("not drawn: T = 0." in text for text in found)
+    alone = texts([*none, *timed])
+    assert {figure.NO_ACCOUNTS, figure.NO_GPU_ROWS} <= set(alone)
+    assert any("not drawn: T = 0, d = 512, n = 128, K = 4, M tile of 128 rows." in text for text in alone)
+
+
+def test_the_layer_is_in_the_legend_only_where_it_was_compared() -> None:
+    entry = "(d) rounding's own time included"
+    layer = ratio(16, operation="moe_layer", counted=False)
+    assert entry in texts([ratio(16), layer, *accounts()])
+    assert entry not in texts([ratio(16), measured(16, "nearest"), *accounts()])
+    # Nor for rows of the layer that are not drawn: of another family, or with one routing on both sides.
+    other = layer | {"shape": layer["shape"] | {"d": 64}}
+    assert entry not in texts([ratio(16), ratio(32), other, layer | {"denominator_routing": None}, *accounts()])
 
 
 def test_accounts_belong_to_every_gpu_and_to_none(tmp_path: Path) -> None:
