@@ -171,7 +171,9 @@ def test_the_made_up_rows_keep_the_rows_rules() -> None:
 def test_every_state_draws_without_warnings(state: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name, function in plots.FIGURES.items():
+        # Such rows must not hurt the other figures either; two states of them are enough.
+        others = plots.FIGURES if state in ("both", "no_numbers") else {}
+        for name, function in {figure.NAME: figure.draw, **others}.items():
             written = function(STATES[state](), tmp_path)
             assert written == [tmp_path / f"{name}.svg", tmp_path / f"{name}.png"]
             assert all(path.stat().st_size > 5000 for path in written)

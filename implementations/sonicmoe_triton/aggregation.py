@@ -84,35 +84,15 @@ def _aggregation_kernel(  # type: ignore[no-untyped-def]
         if K <= UNROLLED_K:
             for k in tl.static_range(0, K, ROWS):
                 total += _aggregate_rows(
-                    rows_ptr,
-                    weights_ptr,
-                    reverse_ptr,
-                    pair + k,
-                    count - k,
-                    column,
-                    D,
-                    BLOCK_D,
-                    WEIGHTED,
-                    False,
-                    ROWS,
-                    HINT,
-                )
+                    rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column,
+                    D, BLOCK_D, WEIGHTED, False, ROWS, HINT,
+                )  # fmt: skip
         else:
             for k in range(0, K, ROWS):
                 total += _aggregate_rows(
-                    rows_ptr,
-                    weights_ptr,
-                    reverse_ptr,
-                    pair + k,
-                    count - k,
-                    column,
-                    D,
-                    BLOCK_D,
-                    WEIGHTED,
-                    False,
-                    ROWS,
-                    HINT,
-                )
+                    rows_ptr, weights_ptr, reverse_ptr, pair + k, count - k, column,
+                    D, BLOCK_D, WEIGHTED, False, ROWS, HINT,
+                )  # fmt: skip
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
 
 
