@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,16 +63,14 @@ class Snapshot:
     """What a problem's tensors were, to tell whether a layer changed them: copies of the input, of the incoming
     gradient and of a routing given, and sums over the bits of the weights, which a layer may share."""
 
-    _NAMES: ClassVar[dict[str, str]] = {"x": "its input", "grad_output": "the incoming gradient"}
-
     def __init__(self, problem: Problem) -> None:
         self._copies = {name: tensor.clone() for name, tensor in self._copied(problem).items()}
         self._sums = self._bit_sums(problem)
 
-    @classmethod
-    def _copied(cls, problem: Problem) -> dict[str, Tensor]:
+    @staticmethod
+    def _copied(problem: Problem) -> dict[str, Tensor]:
         """By what a message calls them."""
-        found = {text: getattr(problem, name) for name, text in cls._NAMES.items()}
+        found = {"its input": problem.x, "the incoming gradient": problem.grad_output}
         if problem.routing is not None:
             for name in ("scores", "experts", "token_offsets"):
                 found[f"the routing's {name}"] = getattr(problem.routing, name).detach()

@@ -387,9 +387,8 @@ class _Reader:
             return ""
         import plots
 
-        return self._chosen(self._text(head["figure"], "sweep.figure"), "sweep.figure", "figure", list(plots.FIGURES))[
-            0
-        ]
+        (name,) = self._chosen(self._text(head["figure"], "sweep.figure"), "sweep.figure", "figure", [*plots.FIGURES])
+        return name
 
     # Tables and keys
 
@@ -596,7 +595,7 @@ class _Reader:
         seed = int(self._number(value, key, True, 0))
         value, key = self._setting(entry, where, "m_tile", RoutingSpec().m_tile)
         m_tile = int(self._number(value, key, True, 1))
-        if key_of_methods and operation != RoutedExperts.name and methods != ["top_k"]:
+        if operation != RoutedExperts.name and methods != ["top_k"]:
             self.fail(key_of_methods, f"only {RoutedExperts.name} takes a routing, not {operation}")
         combinations = [
             (dtype, LayerSpec(router_convention=convention), RoutingSpec(method, distribution, seed, m_tile))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,31 @@ from plots import rows as table
 from plots import style
 from plots.figure13_memory import labels
 from plots.granularity import UNSTABLE
+from plots.token_rounding_series import (
+    METHODS,
+    OPERATIONS,
+    TOP_K,
+    Family,
+    Moved,
+    Point,
+    accounts,
+    choose,
+    comparisons,
+    in_order,
+    measurements,
+    method_label,
+    moved,
+    prediction,
+    speedups,
+    throughput,
+    wasted,
+)
 
 NAME = "token_rounding"
-TOP_K = "top_k"
-#: Order of drawing, label, colour and marker of the routing methods; blue and sky are left to implementations.
-METHODS: dict[str, tuple[str, str, str]] = {
-    TOP_K: ("top-K", style.INK, "o"),
-    "nearest": ("nearest tile", style.GREEN, "s"),
-    "up": ("up", style.ORANGE, "^"),
-    "down": ("down", style.VERMILLION, "v"),
-    "stochastic": ("stochastic", style.PURPLE, "D"),
-    "balanced": ("balanced", style.YELLOW, "P"),
-    "expert_choice": ("expert choice", "#9A9A9A", "X"),
-    "token_drop": ("token drop", "#8A3D00", "h"),
-}
 #: Methods that do not round to tiles: their bars are cut where they would dwarf the others'.
 _NO_ROUNDING = ("expert_choice", "token_drop")
 DISTRIBUTIONS = ("uniform", "skewed", "one_group", "empty_experts")
 PASSES = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
-#: The experts alone with their routing given, and the layer, the rounding itself included.
-OPERATIONS = ("routed_experts", "moe_layer")
 _DASHED = (0, (3.0, 1.6))
 X_LABEL = "sparsity E / K (experts E)"
 NO_ACCOUNTS = "Nobody has counted the rows of any routing here yet.\nAny machine can:  moebench run token_rounding"
@@ -49,261 +53,8 @@ NO_GPU_ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class Family:
-    """Shapes that differ in the number of experts only, and the M tile to which their rows are padded."""
-
-    T: int
-    d: int
-    n: int
-    K: int
-    m_tile: str
-    experts: tuple[int, ...]
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, str]:
-        return self.T, self.d, self.n, self.K, self.m_tile
-
-    @property
-    def title(self) -> str:
-        tile = f", M tile of {self.m_tile} rows" if self.m_tile else ""
-        return f"T = {self.T}, d = {self.d}, n = {self.n}, K = {self.K}{tile}"
-
-    def of(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The rows of this family."""
-        same = rows["m_tile"] == self.m_tile
-        for name, size in zip(("T", "d", "n", "K"), self.sizes, strict=False):
-            same &= rows[name] == size
-        return rows[same]
-
-
-@dataclass(frozen=True)
-class Point:
-    """One number of a series over E; ``failed``: there is none and a footnote says why."""
-
-    experts: int
-    value: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    unstable: bool = False
-    failed: bool = False
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Rows added and dropped at one E, in % of T·K."""
-
-    experts: int
-    added: float = math.nan
-    dropped: float = math.nan
-    unstable: bool = False
-    failed: bool = False
-
-
-Notes = style.Footnotes
-
-
-def method_label(method: str) -> str:
-    return METHODS[method][0] if method in METHODS else method
-
-
 def _method_style(method: str) -> tuple[str, str]:
     return METHODS[method][1:] if method in METHODS else (style.FAINT, "*")
-
-
-def _in_order(found: Iterable[str], order: Iterable[str]) -> list[str]:
-    known, present = list(order), set(found)
-    return [name for name in known if name in present] + sorted(present - set(known))
-
-
-def accounts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Accounts of routings, oldest first: what came of a method, counted without a layer."""
-    chosen = rows[(rows["record"] == "measurement") & (rows["operation"] == "token_rounding") & (rows["method"] != "")]
-    return chosen.sort_values("timestamp", kind="stable")
-
-
-def _on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
-    chosen = (rows["measured_on"] == "cuda") & rows["dtype"].isin(["bfloat16", ""]) & (rows["mode"] != "sustained")
-    return rows[chosen].sort_values("timestamp", kind="stable")
-
-
-def measurements(rows: pd.DataFrame) -> pd.DataFrame:
-    """Measurements on a GPU of the experts alone with the routing given, oldest first."""
-    gpu = _on_gpu(rows)
-    return gpu[(gpu["record"] == "measurement") & (gpu["operation"] == "routed_experts")]
-
-
-def comparisons(rows: pd.DataFrame) -> pd.DataFrame:
-    """Ratio rows of one implementation's device time with top-K over its own with another method, oldest first."""
-    gpu = _on_gpu(rows)
-    return gpu[
-        (gpu["record"] == "ratio")
-        & gpu["operation"].isin(OPERATIONS)
-        & (gpu["numerator"] == gpu["denominator"])
-        & (gpu["method"] == TOP_K)
-        & ~gpu["denominator_method"].isin(["", TOP_K])
-        & (gpu["time_kind"] == "device")
-    ]
-
-
-def families(rows: pd.DataFrame) -> list[Family]:
-    """The families among rows, those with the most numbers of experts first."""
-    found: dict[tuple[int, int, int, int, str], set[int]] = {}
-    for T, d, n, K, m_tile, E in zip(*(rows[c] for c in ("T", "d", "n", "K", "m_tile", "E")), strict=True):
-        found.setdefault((int(T), int(d), int(n), int(K), str(m_tile)), set()).add(int(E))
-    every = [Family(*sizes, tuple(sorted(experts))) for sizes, experts in found.items()]
-    return sorted(every, key=lambda family: (-len(family.experts), family.sizes))
-
-
-def choose(counted: pd.DataFrame, gpu: pd.DataFrame) -> tuple[Family | None, Family | None, list[Family]]:
-    """The family to draw of the accounts and of the rows of a GPU (the same where it can be), and those left out.
-    Of accounts with equally many points those come first that a GPU has measured as well. Without tokens there are no
-    shares to draw."""
-    on_gpu = families(gpu)
-    measured = {family.sizes for family in on_gpu}
-    every = sorted(families(counted), key=lambda f: (-len(f.experts), f.sizes not in measured))
-    first = next((family for family in every if family.T), None)
-    same = [family for family in on_gpu if first is not None and family.sizes == first.sizes]
-    second = next((family for family in [*same, *on_gpu] if family.T), None)
-    drawn = {family.sizes for family in (first, second) if family is not None}
-    left: dict[tuple[int, int, int, int, str], Family] = {}
-    for family in [*every, *on_gpu]:
-        if family.sizes not in drawn:
-            left.setdefault(family.sizes, family)
-    return first, second, list(left.values())
-
-
-def _of(rows: pd.DataFrame, experts: int, method: str, distribution: str) -> pd.DataFrame:
-    return rows[(rows["E"] == experts) & (rows["method"] == method) & (rows["distribution"] == distribution)]
-
-
-def _failed(row: pd.Series | None) -> bool:
-    return row is not None and row["status"] not in table.NUMBERS_ALLOWED
-
-
-def _note(row: pd.Series, who: str, method: str, notes: Notes) -> None:
-    notes.mark(who, row["status"], row["reason"], f"{method_label(method)}, E = {int(row['E'])}")
-
-
-def wasted(counted: pd.DataFrame, family: Family, method: str, distribution: str, notes: Notes) -> list[Point]:
-    """Share of the multiplied rows that no token is in, 1 − routed / padded, in %, by E."""
-    points = []
-    for experts in family.experts:
-        row = table.best_row(_of(family.of(counted), experts, method, distribution), "padded_rows")
-        value = math.nan
-        if row is not None and _failed(row):
-            _note(row, "Routing", method, notes)
-        elif row is not None and row["padded_rows"] > 0:
-            value = 100 * (1 - row["routed_rows"] / row["padded_rows"])
-        unstable = row is not None and row["status"] == "unstable"
-        points.append(Point(experts, value, unstable=unstable, failed=_failed(row)))
-    return points
-
-
-def moved(counted: pd.DataFrame, family: Family, method: str, distribution: str) -> list[Moved]:
-    """Rows that a method adds to top-K's and drops from them, in % of T·K, by E. (`wasted` notes the failures.)"""
-    share = 100 / (family.T * family.K)
-    points = []
-    for experts in family.experts:
-        row = table.best_row(_of(family.of(counted), experts, method, distribution), "rows_added")
-        if row is None or _failed(row):
-            points.append(Moved(experts, failed=_failed(row)))
-        else:
-            unstable = row["status"] == "unstable"
-            points.append(Moved(experts, share * row["rows_added"], share * row["rows_dropped"], unstable))
-    return points
-
-
-def throughput(
-    gpu: pd.DataFrame, family: Family, implementation: str, method: str, distribution: str, direction: str,
-    notes: Notes,
-) -> tuple[list[Point], list[Point]]:  # fmt: skip
-    """Model and hardware TFLOPS over the busy time, by E: FLOPs of the routed and of the padded rows."""
-    model, hardware = [], []
-    own = family.of(gpu)
-    own = own[own["implementation"] == implementation]
-    for experts in family.experts:
-        here = _of(own, experts, method, distribution)
-        # A point that failed before its passes were timed may have one row for all of them.
-        here = here[(here["pass"] == direction) | ~here["status"].isin(table.NUMBERS_ALLOWED)]
-        row = table.best_row(here, "tflops")
-        if row is None or _failed(row):
-            if row is not None:
-                who = style.label(implementation, {implementation: row["label"]})
-                _note(row, who, method, notes)
-            model.append(Point(experts, failed=_failed(row)))
-            hardware.append(Point(experts))
-            continue
-        unstable = row["status"] == "unstable"
-        model.append(Point(experts, row["tflops"], row["tflops_low"], row["tflops_high"], unstable))
-        # `hardware` is stored over `device_ms`; both lines share the busy time.
-        hardware.append(Point(experts, row["tflops_hardware"] * row["device_ms"] / row["busy_ms"], unstable=unstable))
-    return model, hardware
-
-
-def counts(
-    everything: pd.DataFrame, family: Family, experts: int, method: str, distribution: str
-) -> tuple[float, float]:
-    """(routed rows, padded rows) of a method: of the routing that a GPU ran, else of an account; NaN if unknown."""
-    for source in (measurements(everything), comparisons(everything), accounts(everything)):
-        own = _of(family.of(source), experts, method, distribution)
-        row = table.best_row(own, "routed_rows")
-        if row is not None and not _failed(row):
-            return float(row["routed_rows"]), float(row["padded_rows"])
-    return math.nan, math.nan
-
-
-def speedups(
-    everything: pd.DataFrame, family: Family, implementation: str, operation: str, method: str, distribution: str,
-    direction: str, notes: Notes,
-) -> list[Point]:  # fmt: skip
-    """Speed-up per routed row over top-K, by E: time with top-K / time with the method, times the method's rows / those
-    of top-K."""
-    own = family.of(comparisons(everything))
-    own = own[
-        (own["numerator"] == implementation)
-        & (own["operation"] == operation)
-        & (own["denominator_method"] == method)
-    ]  # fmt: skip
-    points = []
-    for experts in family.experts:
-        here = _of(own, experts, TOP_K, distribution)
-        here = here[(here["pass"] == direction) | ~here["status"].isin(table.NUMBERS_ALLOWED)]
-        row = table.best_row(here, "value")
-        if row is None or _failed(row):
-            if row is not None:
-                who = style.label(implementation, {implementation: row["numerator_label"]})
-                _note(row, who, method, notes)
-            points.append(Point(experts, failed=_failed(row)))
-            continue
-        before, after = row["routed_rows"], row["denominator_rows"]
-        if math.isnan(before):
-            before, _ = counts(everything, family, experts, TOP_K, distribution)
-        if math.isnan(after):
-            after, _ = counts(everything, family, experts, method, distribution)
-        if not (before > 0 and after > 0):
-            who = style.label(implementation, {implementation: row["numerator_label"]})
-            notes.mark(who, "no speed-up per row", "the rows that were routed are not known",
-                       f"{method_label(method)}, E = {experts}")  # fmt: skip
-            points.append(Point(experts, failed=True))
-            continue
-        scale = after / before
-        value, low, high = (float(row[name]) * scale for name in ("value", "value_low", "value_high"))
-        points.append(Point(experts, value, low, high, row["status"] == "unstable"))
-    return points
-
-
-def prediction(everything: pd.DataFrame, family: Family, distribution: str) -> list[Point]:
-    """Padded / routed rows of top-K, by E: the speed-up per routed row if time went with the padded rows and rounding
-    left no padding."""
-    points = []
-    for experts in family.experts:
-        routed, padded = counts(everything, family, experts, TOP_K, distribution)
-        points.append(Point(experts, padded / routed if routed > 0 else math.nan))
-    return points
-
-
-# Drawing
 
 
 def _tick(family: Family, experts: int) -> str:
@@ -463,8 +214,8 @@ class _Figure:
             self.lines.append(([lambda axes: _sentence(axes, NO_ACCOUNTS)], 0.45))
             return
         own = family.of(self.accounts)
-        methods = _in_order(own["method"], METHODS)
-        distributions = _in_order(own["distribution"], DISTRIBUTIONS)
+        methods = in_order(own["method"], METHODS)
+        distributions = in_order(own["distribution"], DISTRIBUTIONS)
         self.methods |= set(methods)
         waste = {
             distribution: {m: self._keep(wasted(own, family, m, distribution, self.notes)) for m in methods}
@@ -506,8 +257,8 @@ class _Figure:
             self.lines.append(([lambda axes: _sentence(axes, NO_GPU_ROWS)], 0.45))
             return
         measured, compared = family.of(self.measured), family.of(self.compared)
-        distributions = _in_order(measured["distribution"], DISTRIBUTIONS)
-        passes = _in_order(measured["pass"], PASSES)
+        distributions = in_order(measured["distribution"], DISTRIBUTIONS)
+        passes = in_order(measured["pass"], PASSES)
         if {"forward", "backward"} <= set(passes):
             passes = [direction for direction in passes if direction != "forward_backward"]
         lines = {
@@ -517,7 +268,7 @@ class _Figure:
             for name in style.ordered(measured["implementation"])
             for distribution in distributions
             for direction in passes
-            for method in _in_order(measured["method"], METHODS)
+            for method in in_order(measured["method"], METHODS)
         }
         lines = {key: pair for key, pair in lines.items() if any(p.failed or not math.isnan(p.value) for p in pair[0])}
         self.methods |= {method for *_, method in lines}
@@ -531,14 +282,14 @@ class _Figure:
             for part in parts:
                 if part:
                     self.lines.append(([self._throughput_panel(family, lines, key, limits) for key in part], 1.75))
-        for distribution in _in_order(compared["distribution"], DISTRIBUTIONS):
+        for distribution in in_order(compared["distribution"], DISTRIBUTIONS):
             of_distribution = compared[compared["distribution"] == distribution]
-            passes = _in_order(of_distribution["pass"], PASSES)
+            passes = in_order(of_distribution["pass"], PASSES)
             keys = [
                 (name, operation, method)
                 for name in style.ordered(of_distribution["numerator"])
                 for operation in OPERATIONS
-                for method in _in_order(of_distribution["denominator_method"], METHODS)
+                for method in in_order(of_distribution["denominator_method"], METHODS)
             ]
             ratios = {
                 (direction, key): self._keep(
@@ -609,7 +360,7 @@ class _Figure:
 
     def legend(self) -> list[tuple[Any, str]]:
         entries: list[tuple[Any, str]] = []
-        for method in _in_order(self.methods, METHODS):
+        for method in in_order(self.methods, METHODS):
             colour, marker = _method_style(method)
             entries.append((_line(colour, marker), method_label(method)))
         if self.any_moved:

@@ -18,6 +18,7 @@ from harness.record import validate
 from plots import rows as table
 from plots import style
 from plots import token_rounding as figure
+from plots import token_rounding_series as series
 
 GPU = "NVIDIA Imaginary 100"
 T, D, N, K, TILE = 4096, 512, 128, 4, 128
@@ -135,7 +136,7 @@ def several() -> list[dict[str, Any]]:
     return rows
 
 
-FAMILY = figure.Family(T, D, N, K, str(TILE), (16, 32, 64))
+FAMILY = series.Family(T, D, N, K, str(TILE), (16, 32, 64))
 STATES = {
     "accounts": accounts,
     "gpu": on_gpu,
@@ -191,26 +192,26 @@ def test_equal_rows_give_equal_bytes_in_any_order(tmp_path: Path) -> None:
     [("top_k", 20.0), ("nearest", 0.0), ("up", 0.0), ("down", 100 / 105), ("token_drop", 100 / 7)],
 )
 def test_the_wasted_share(method: str, share: float) -> None:
-    counted = figure.accounts(table.frame(accounts()))
+    counted = series.accounts(table.frame(accounts()))
     notes = style.Footnotes()
-    points = figure.wasted(counted, FAMILY, method, "skewed", notes)
+    points = series.wasted(counted, FAMILY, method, "skewed", notes)
     assert [point.experts for point in points] == [16, 32, 64]
     assert [point.value for point in points] == pytest.approx([share] * 3)
     assert not notes.entries
 
 
 def test_rows_added_and_dropped_are_shares_of_top_ks_rows() -> None:
-    counted = figure.accounts(table.frame(accounts()))
-    (first, *_) = figure.moved(counted, FAMILY, "nearest", "uniform")
+    counted = series.accounts(table.frame(accounts()))
+    (first, *_) = series.moved(counted, FAMILY, "nearest", "uniform")
     assert (first.added, first.dropped) == pytest.approx((100 * 512 / 16384, 100 * 768 / 16384))
-    (first, *_) = figure.moved(counted, FAMILY, "up", "uniform")
+    (first, *_) = series.moved(counted, FAMILY, "up", "uniform")
     assert (first.added, first.dropped) == pytest.approx((25.0, 0.0))
 
 
 def test_bars_of_methods_that_do_not_round_are_cut_and_named() -> None:
     rows = accounts()
-    counted = figure.accounts(table.frame(rows))
-    moves = {m: figure.moved(counted, FAMILY, m, "uniform") for m in COUNTS}
+    counted = series.accounts(table.frame(rows))
+    moves = {m: series.moved(counted, FAMILY, m, "uniform") for m in COUNTS}
     limit = figure.moved_limit([moves])
     assert 25.0 < limit < 80.0  # up adds 25 %, expert choice 80 %
     found = texts(rows)
@@ -221,10 +222,10 @@ def test_bars_of_methods_that_do_not_round_are_cut_and_named() -> None:
 
 def test_throughput_is_over_the_busy_time() -> None:
     rows = table.frame([measured(16, "top_k", ms=2.0), measured(16, "top_k", direction="backward", ms=9.0)])
-    family = figure.Family(T, D, N, K, str(TILE), (16, 32))
+    family = series.Family(T, D, N, K, str(TILE), (16, 32))
     notes = style.Footnotes()
     args = family, "sonicmoe_triton", "top_k", "uniform", "forward", notes
-    model, hardware = figure.throughput(figure.measurements(rows), *args)
+    model, hardware = series.throughput(series.measurements(rows), *args)
     rate = 6 * 16384 * N * D / 2.0 / 1e9
     assert (model[0].value, model[0].low, model[0].high) == pytest.approx((rate, rate / 1.6, rate / 0.8))
     assert hardware[0].value == pytest.approx(6 * 20480 * N * D / 2.0 / 1e9)
@@ -234,7 +235,7 @@ def test_throughput_is_over_the_busy_time() -> None:
 def test_the_speed_up_is_per_routed_row() -> None:
     args = FAMILY, "sonicmoe_triton", "routed_experts", "nearest", "uniform", "forward"
     everything = table.frame([ratio(16, value=1.2), ratio(32, value=1.3, direction="backward")])
-    points = figure.speedups(everything, *args, style.Footnotes())
+    points = series.speedups(everything, *args, style.Footnotes())
     scale = 16128 / 16384
     assert (points[0].value, points[0].low, points[0].high) == pytest.approx((1.2 * scale, 1.18 * scale, 1.23 * scale))
     assert math.isnan(points[1].value)
@@ -244,20 +245,20 @@ def test_row_counts_of_a_ratio_without_them_come_from_other_rows() -> None:
     args = FAMILY, "sonicmoe_triton", "moe_layer", "nearest", "uniform", "forward"
     bare = ratio(16, value=1.2, operation="moe_layer", counted=False)
     with_accounts = table.frame([bare, account(16, "top_k"), account(16, "nearest")])
-    assert figure.speedups(with_accounts, *args, style.Footnotes())[0].value == pytest.approx(1.2 * 16128 / 16384)
+    assert series.speedups(with_accounts, *args, style.Footnotes())[0].value == pytest.approx(1.2 * 16128 / 16384)
     # What a GPU ran goes before what was counted.
     other = measured(16, "nearest", routing=measured(16, "nearest")["routing"] | {"routed_rows": 8192})
     with_gpu = table.frame([bare, other, account(16, "top_k"), account(16, "nearest")])
-    assert figure.speedups(with_gpu, *args, style.Footnotes())[0].value == pytest.approx(0.6)
+    assert series.speedups(with_gpu, *args, style.Footnotes())[0].value == pytest.approx(0.6)
     notes = style.Footnotes()
-    (alone, *_) = figure.speedups(table.frame([bare]), *args, notes)
+    (alone, *_) = series.speedups(table.frame([bare]), *args, notes)
     assert alone.failed and math.isnan(alone.value)
     assert "rows that were routed are not known" in notes.lines(200)[0]
 
 
 def test_the_prediction_is_top_ks_padding() -> None:
     for rows in ([account(16, "top_k"), account(16, "nearest")], [ratio(16)], [measured(16, "top_k")]):
-        points = figure.prediction(table.frame(rows), FAMILY, "uniform")
+        points = series.prediction(table.frame(rows), FAMILY, "uniform")
         assert points[0].value == pytest.approx(1.25)
         assert math.isnan(points[1].value)
 
@@ -284,8 +285,8 @@ def test_which_ratio_rows_count() -> None:
         ratio(16, dtype="float16"),
         ratio(16, mode="sustained"),
     ]
-    assert figure.comparisons(table.latest(table.frame(others))).empty
-    assert len(figure.comparisons(table.latest(table.frame([*others, ratio(16)])))) == 1
+    assert series.comparisons(table.latest(table.frame(others))).empty
+    assert len(series.comparisons(table.latest(table.frame([*others, ratio(16)])))) == 1
     # Ratios that differ in the denominator's routing only are different points.
     pair = [ratio(16, "nearest"), ratio(16, "up"), ratio(16) | {"denominator_routing": None}]
     assert sorted(table.latest(table.frame(pair))["denominator_method"]) == ["", "nearest", "up"]
@@ -295,14 +296,14 @@ def test_which_ratio_rows_count() -> None:
 def test_failures_have_no_number_and_a_reason() -> None:
     everything = table.one_gpu(several())
     notes = style.Footnotes()
-    down = figure.wasted(figure.accounts(everything), FAMILY, "down", "uniform", notes)
+    down = series.wasted(series.accounts(everything), FAMILY, "down", "uniform", notes)
     assert [point.failed for point in down] == [False, False, True] and math.isnan(down[2].value)
-    bars = figure.moved(figure.accounts(everything), FAMILY, "down", "uniform")
+    bars = series.moved(series.accounts(everything), FAMILY, "down", "uniform")
     assert bars[2].failed and math.isnan(bars[2].added)
     args = "sonicmoe_official", "top_k", "uniform", "forward", notes
-    model, hardware = figure.throughput(figure.measurements(everything), FAMILY, *args)
+    model, hardware = series.throughput(series.measurements(everything), FAMILY, *args)
     assert model[2].failed and math.isnan(model[2].value) and math.isnan(hardware[2].value)
-    speed = figure.speedups(everything, FAMILY, "sonicmoe_official", "routed_experts", "nearest", "uniform", "forward",
+    speed = series.speedups(everything, FAMILY, "sonicmoe_official", "routed_experts", "nearest", "uniform", "forward",
                             notes)  # fmt: skip
     assert speed[2].failed and not speed[1].failed
     assert notes.lines(200) == [
@@ -315,14 +316,14 @@ def test_failures_have_no_number_and_a_reason() -> None:
 
 def test_unstable_points_are_drawn_and_marked() -> None:
     everything = table.one_gpu(several())
-    model, _ = figure.throughput(
-        figure.measurements(everything), FAMILY, "sonicmoe_triton", "nearest", "uniform", "forward", style.Footnotes()
+    model, _ = series.throughput(
+        series.measurements(everything), FAMILY, "sonicmoe_triton", "nearest", "uniform", "forward", style.Footnotes()
     )
     assert [point.unstable for point in model] == [False, True, False]
     assert not math.isnan(model[1].value)
     args = FAMILY, "sonicmoe_triton", "routed_experts", "nearest", "uniform", "forward", style.Footnotes()
-    assert [point.unstable for point in figure.speedups(everything, *args)] == [False, True, False]
-    up = figure.moved(figure.accounts(everything), FAMILY, "up", "uniform")
+    assert [point.unstable for point in series.speedups(everything, *args)] == [False, True, False]
+    up = series.moved(series.accounts(everything), FAMILY, "up", "uniform")
     assert [point.unstable for point in up] == [False, False, True]
     assert "slash: unstable" in texts(several())
     assert "slash: unstable" not in texts([*accounts(), *on_gpu()])
@@ -342,17 +343,17 @@ def test_the_family_with_the_most_points_is_drawn() -> None:
 
     few = [of((8192, 64, 32), account(experts, "top_k")) for experts in (16, 32)]
     tile = [account(16, "top_k", routing=account(16, "top_k")["routing"] | {"m_tile": 64})]
-    counted = figure.accounts(table.frame([*few, *tile, *accounts()]))
-    none = figure.measurements(table.frame([]))
-    first, second, left = figure.choose(counted, none)
+    counted = series.accounts(table.frame([*few, *tile, *accounts()]))
+    none = series.measurements(table.frame([]))
+    first, second, left = series.choose(counted, none)
     assert first == FAMILY and second is None
     assert [(family.T, family.m_tile, family.experts) for family in left] == [(8192, "128", (16, 32)), (T, "64", (16,))]
     # Of equally many points, those that a GPU has measured as well; its own family where it has no other.
     both = table.frame([*few, *(of((9000, 64, 32), made) for made in few)])
-    gpu = figure.measurements(table.frame([of((9000, 64, 32), measured(16, "top_k"))]))
-    first, second, _ = figure.choose(both, gpu)
+    gpu = series.measurements(table.frame([of((9000, 64, 32), measured(16, "top_k"))]))
+    first, second, _ = series.choose(both, gpu)
     assert first is not None and second is not None and (first.T, second.T) == (9000, 9000)
-    first, second, left = figure.choose(counted, gpu)
+    first, second, left = series.choose(counted, gpu)
     assert first == FAMILY and second is not None and (second.T, len(left)) == (9000, 2)
     assert any("not drawn: T = 8192, d = 64, n = 32." in text for text in texts([*few, *accounts()]))
 
@@ -366,8 +367,8 @@ def test_families_without_tokens_are_left_out() -> None:
     # More points than the others have, and still not chosen.
     none = [without_tokens(account(experts, method)) for experts in (8, 16, 32, 64) for method in COUNTS]
     timed = [without_tokens(measured(16, "top_k")), without_tokens(ratio(16))]
-    gpu = pd.concat([figure.measurements(table.frame(timed)), figure.comparisons(table.frame(timed))])
-    first, second, left = figure.choose(figure.accounts(table.frame([*none, *accounts()])), gpu)
+    gpu = pd.concat([series.measurements(table.frame(timed)), series.comparisons(table.frame(timed))])
+    first, second, left = series.choose(series.accounts(table.frame([*none, *accounts()])), gpu)
     assert first == FAMILY and second is None and [family.T for family in left] == [0]
     found = texts([*none, *timed, *accounts()])
     assert any("not drawn: T = 0." in text for text in found)
@@ -393,7 +394,7 @@ def test_accounts_belong_to_every_gpu_and_to_none(tmp_path: Path) -> None:
         (tmp_path / "results" / folder / "token_rounding.jsonl").write_text(text, encoding="utf-8")
 
     def seen(part: pd.DataFrame) -> int:
-        return len(figure.accounts(table.one_gpu(part)))
+        return len(series.accounts(table.one_gpu(part)))
 
     write("cpu", accounts())
     every, problems = table.load(tmp_path / "results")
@@ -406,7 +407,7 @@ def test_accounts_belong_to_every_gpu_and_to_none(tmp_path: Path) -> None:
     ]
     write("nvidia_imaginary_100", on_gpu())
     every, _ = table.load(tmp_path / "results")
-    assert seen(table.of_gpu(every, GPU)) == 48 and len(figure.comparisons(table.of_gpu(every, GPU))) == 36
+    assert seen(table.of_gpu(every, GPU)) == 48 and len(series.comparisons(table.of_gpu(every, GPU))) == 36
     written, _ = plots.draw(tmp_path / "results", tmp_path / "figures", [figure.NAME])
     assert {path.parent.name for path in written} == {"nvidia_imaginary_100"}
 

@@ -39,11 +39,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from harness.token_rounding import ADDED_WEIGHTS, ROUNDINGS
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.router import MAX_EXPERTS, MAX_K, SOFTMAX_OVER_ALL, top_k
 
-ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")
-ADDED_WEIGHTS = ("renormalised", "raw")
 #: Elements of p that a program with whole rows of experts takes: 16 a thread, and for the kernel that counts 32.
 ELEMENTS, MARKED_ELEMENTS, ROW_WARPS = 2048, 4096, 4
 #: Tokens and experts of a tile that is transposed.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -124,3 +125,15 @@ def check(problem: Problem) -> None:
 def built(shape: str, *args: str, **kwargs: Any) -> tuple[Layer, Problem]:
     problem = problem_of(NAME, shape, *args, **kwargs)
     return SonicMoETriton().build(problem), problem
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Whatever waits for the device in it raises, as far as torch can tell."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()

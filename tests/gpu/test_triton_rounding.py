@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from harness.interface import ROUTER_CONVENTIONS
 from harness.token_rounding import GeneralRouting, route_by
 
-from .common import DEVICE, assert_equal, random, relative
+from .common import DEVICE, assert_equal, no_synchronisation, random, relative
 
 pytest.importorskip("triton")
 
@@ -120,17 +118,6 @@ def test_runs_repeat_whatever_is_in_memory(method: str) -> None:
         garbage = [torch.full((2**22 >> i,), value, dtype=torch.int32, device=DEVICE) for i in range(16)]
         del garbage
         assert_equal(step(logits, method, grad, draws), first)
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("method", ROUNDINGS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +11,19 @@ from harness.interface import DTYPES, ROUTER_CONVENTIONS
 from harness.timing import GraphCalls, L2Eviction
 
 from . import common
-from .common import MEDIUM, NAME, assert_close, assert_equal, both_dtypes, built, gradients, problem_of, random, run
+from .common import (
+    MEDIUM,
+    NAME,
+    assert_close,
+    assert_equal,
+    both_dtypes,
+    built,
+    gradients,
+    no_synchronisation,
+    problem_of,
+    random,
+    run,
+)
 
 pytest.importorskip("triton")
 
@@ -93,17 +102,6 @@ def test_one_graph_of_both_passes_with_biases() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert_equal(captured, gradients(layer(x), leaves, grad))
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
 
 
 def test_the_watch_for_synchronisations_works() -> None:
