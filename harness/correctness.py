@@ -26,13 +26,15 @@ WORST_PART = 10.0
 
 @dataclass
 class Correctness:
-    """The gate's verdict: ``reason`` is None where the layer passed, else one sentence."""
+    """The gate's verdict: ``reason`` is None where the layer passed, else one sentence. ``counts``: (E,) rows of each
+    expert; ``moved``: pairs of top-K that the layer's rounding has dropped, and others that it has added."""
 
     errors: dict[str, float] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
     routing_differs: float | None = None
     counts: Tensor | None = None
+    moved: tuple[int, int] = (0, 0)
 
     def as_dict(self, dtype: str) -> dict[str, Any]:
         """For the row: errors by tensor, tolerances, and the share of tokens whose set of experts differs from the

@@ -123,7 +123,13 @@ class Layer(ABC):
 
     def expert_indices(self, x: Tensor) -> Tensor | None:
         """(T, K) experts chosen for each token of ``x`` by exactly the router that `forward` runs; only called
-        outside timing. None (the default): recompute as `harness.routing.choose_experts` does, in ``x``'s dtype."""
+        outside timing. None (the default): recompute as `harness.routing.choose_experts` does, in ``x``'s dtype.
+        Where the point's routing method is a rounding: top-K's, before it."""
+        return None
+
+    def kept_pairs(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The (token, expert) pairs of ``x`` that `forward` computes where the point's routing method is a rounding:
+        experts (P,), by token, and token_offsets (T + 1,). Only called outside timing."""
         return None
 
     def call_once(self, problem: Problem) -> None:
@@ -149,6 +155,8 @@ class Implementation(ABC):
     devices: ClassVar[Sequence[str]] = ("cuda",)
     dtypes: ClassVar[Sequence[str]] = ("bfloat16",)
     conventions: ClassVar[Sequence[str]] = ("topk_softmax",)
+    #: Routing methods of its ``moe_layer``; ``routed_experts``, which is handed a routing, takes any.
+    routing_methods: ClassVar[Sequence[str]] = ("top_k",)
     #: Other operations' variants, e.g. {"dense_bound": ("gemm", "gemm_glue")}.
     variants: ClassVar[dict[str, Sequence[str]]] = {}
     #: A sentence where a CUDA graph can never capture it (a host synchronisation, say); None: try.
@@ -168,8 +176,9 @@ class Implementation(ABC):
             return f"{self.label} does not run on {point.device}"
         if point.dtype not in self.dtypes:
             return f"{self.label} computes in {', '.join(self.dtypes)} only, not in {point.dtype}"
-        if point.operation != "routed_experts" and point.routing.method != "top_k":
-            return f"the routing method {point.routing.method} is for routed_experts, not for {point.operation}"
+        methods = self.routing_methods if point.operation == "moe_layer" else ("top_k",)
+        if point.operation != "routed_experts" and point.routing.method not in methods:
+            return f"{self.label} has no {point.operation} with the routing method {point.routing.method}"
         if point.operation == "moe_layer" and point.layer.router_convention not in self.conventions:
             return f"{self.label} has no router of the convention {point.layer.router_convention}"
         if point.layer.activation != "swiglu" or point.layer.bias:

@@ -171,9 +171,9 @@ def _without_weights(problem: Problem) -> Problem:
 def _outcome(built: Built, point: Point) -> dict[str, int]:
     """What came of the point's routing, for its row."""
     assert built.correctness.counts is not None
-    outcome = routing_outcome(built.correctness.counts, point.routing.m_tile)
     given = built.problems[0].routing
-    return outcome if given is None else outcome | {"dropped": given.dropped, "added": given.added}
+    dropped, added = built.correctness.moved if given is None else (given.dropped, given.added)
+    return routing_outcome(built.correctness.counts, point.routing.m_tile) | {"dropped": dropped, "added": added}
 
 
 def failure(base: Row, status: str, reason: str, **extra: Any) -> Row:
@@ -439,7 +439,10 @@ def measure_ratio(
         "correctness": {_side(points, i): built.correctness.as_dict(point.dtype) for i, built in enumerate(builts)},
     }
     for key, built, its in zip(("routing", "denominator_routing"), builts, points, strict=True):
-        if its.operation == "routed_experts" and (key == "routing" or its.routing != point.routing):
+        if key == "denominator_routing" and its.routing == point.routing:
+            continue
+        # Where all sides have top-K's T·K rows there is nothing to tell.
+        if its.operation == "routed_experts" or any(side.routing.method != "top_k" for side in points):
             common[key] = {**asdict(its.routing), **_outcome(built, its)}
     wrong = [
         f"{_side(points, i)}: {built.correctness.reason}" for i, built in enumerate(builts) if built.correctness.reason

@@ -100,7 +100,7 @@ def _compare(sums: dict[str, ErrorSums], nonzero_empty_experts: int) -> Comparis
 
 
 def cancellation_floor(
-    x: Tensor, scores: Tensor, grad_scores: Tensor, products: Tensor, concentration: Tensor
+    norms: Tensor, scores: Tensor, own: Tensor, grad_scores: Tensor, products: Tensor, concentration: Tensor
 ) -> Tensor:
     """The least norm that the router gradient's error is measured against, a scalar.
 
@@ -112,15 +112,17 @@ def cancellation_floor(
     where J itself vanishes (K = 1, or one score near 1): a hundredth of the terms before centring, a few roundings.
 
     Args:
-        x: (T, d).
-        scores: (T, K) weights of the chosen experts.
-        grad_scores: (T, K), dS.
-        products: (T, K), the sum of squares of the products that add up to dS.
-        concentration: (T, 1), the sum of the squared probabilities over the softmax's support.
+        norms: (P,), the norm of each pair's x.
+        scores: (P,) weights of the pairs.
+        own: (P,), the pair's own share of what its weight was divided by: as ``scores``, but for a pair that a rounding
+            has added nothing.
+        grad_scores: (P,), dS.
+        products: (P,), the sum of squares of the products that add up to dS.
+        concentration: (P,), the sum of the squared shares of all that the weight was divided by.
     """
-    squared_x = x.square().sum(1, keepdim=True)
+    squared_x = norms.square()
     squared = scores.square()
-    typical = (squared * products * (1 - 2 * scores + concentration).clamp_min(0) * squared_x).sum().sqrt()
+    typical = (squared * products * (1 - 2 * own + concentration).clamp_min(0) * squared_x).sum().sqrt()
     uncentred = (squared * grad_scores.square() * squared_x).sum().sqrt()
     return torch.maximum(TYPICAL_SHARE * typical, UNCENTRED_SHARE * uncentred)
 
@@ -217,36 +219,64 @@ def compare_routed(problem: Problem, output: Tensor, grad_x: Tensor, gradients: 
     return _compare(sums, streamed.nonzero_empty_experts)
 
 
+def kept_scores(logits: Tensor, indices: Tensor, tokens: Tensor, experts: Tensor, convention: str) -> Tensor:
+    """(P,) weights of the pairs that a rounding keeps: p over the token's sum of p over its top-K, or p.
+
+    Args:
+        logits: (T, E), fp32.
+        indices: (T, K), int64, top-K.
+        tokens, experts: (P,), int64.
+        convention: see `harness.interface.LayerSpec`.
+    """
+    p = torch.softmax(logits, dim=-1)
+    weights = p[tokens, experts]
+    return weights if convention == "softmax_topk" else weights / torch.gather(p, 1, indices).sum(1)[tokens]
+
+
 def compare_layer(
-    problem: Problem, indices: Tensor, output: Tensor, grad_x: Tensor, gradients: dict[str, Tensor]
+    problem: Problem,
+    indices: Tensor,
+    output: Tensor,
+    grad_x: Tensor,
+    gradients: dict[str, Tensor],
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Comparison:
     """Compare an implementation's output (T, d) and gradients with the fp32 reference.
 
     Args:
         indices: (T, K) experts that the implementation chose.
         gradients: ``grad_gate``, ``grad_up`` (E, n, d), ``grad_down`` (E, d, n), ``grad_router`` (E, d).
+        kept: (P,) tokens and experts of the pairs that its rounding made of them; None: they are what it computes.
     """
-    shape = problem.shape
-    K = shape.K
+    shape, convention = problem.shape, problem.point.layer.router_convention
+    indices = indices.long()
     with torch.no_grad(), full_precision():
         x, router = problem.x.float(), problem.router.float()
         with torch.enable_grad():
             logits = (x @ router.T).requires_grad_()
-            scores = router_scores(logits, indices.long(), problem.point.layer.router_convention)
-        tokens = torch.arange(shape.T, device=x.device).repeat_interleave(K)
-        streamed = _stream(problem, x, tokens, indices.reshape(-1).long(), scores.detach().reshape(-1), gradients)
-        sums, grad_scores, products = streamed.sums, streamed.grad_scores, streamed.products
-        expected, expected_grad_x = streamed.output, streamed.grad_x
-        (grad_logits,) = torch.autograd.grad(scores, logits, grad_scores.view(shape.T, K))
-        expected_grad_x += grad_logits @ router
-        scores = scores.detach()
-        over_all = problem.point.layer.router_convention == "softmax_topk"
-        support = torch.softmax(logits.detach(), dim=-1) if over_all else scores
-        grad_scores, products = grad_scores.view(shape.T, K), products.view(shape.T, K)
-        floor = cancellation_floor(x, scores, grad_scores, products, support.square().sum(1, keepdim=True))
+            shares = router_scores(logits, indices, convention)
+            if kept is None:
+                tokens = torch.arange(shape.T, device=x.device).repeat_interleave(shape.K)
+                experts, scores = indices.reshape(-1), shares.reshape(-1)
+            else:
+                tokens, experts = (part.long() for part in kept)
+                scores = kept_scores(logits, indices, tokens, experts, convention)
+        streamed = _stream(problem, x, tokens, experts, scores.detach(), gradients)
+        sums = streamed.sums
+        (grad_logits,) = torch.autograd.grad(scores, logits, streamed.grad_scores)
+        streamed.grad_x += grad_logits @ router
+        scores, shares, own = scores.detach(), shares.detach(), scores.detach()
+        if convention == "softmax_topk":
+            shares = torch.softmax(logits.detach(), dim=-1)
+        elif kept is not None:
+            of_top_k = torch.zeros_like(logits).scatter_(1, indices, 1.0)
+            own = own * of_top_k[tokens, experts]
+        norms = torch.linalg.vector_norm(x, dim=1)[tokens]
+        concentration = shares.square().sum(1)[tokens]
+        floor = cancellation_floor(norms, scores, own, streamed.grad_scores, streamed.products, concentration)
         for name, value, reference in (
-            ("output", output, expected),
-            ("grad_x", grad_x, expected_grad_x),
+            ("output", output, streamed.output),
+            ("grad_x", grad_x, streamed.grad_x),
             ("grad_router", gradients["grad_router"], grad_logits.T @ x),
         ):
             sums[name] = ErrorSums(floor if name == "grad_router" else None)

@@ -11,7 +11,7 @@ The format, every key optional unless marked (*)::
     dtype = "bfloat16"               # or a list
     distributions = ["uniform"]      # how the router's choices are distributed
     conventions = ["topk_softmax"]   # router conventions
-    methods = ["top_k"]              # routing methods (harness/token_rounding.py); others for routed_experts only
+    methods = ["top_k"]              # routing methods (harness/token_rounding.py); moe_layer takes the roundings
     seed = 0
     device = "cuda"                  # or "cpu"
     m_tile = 128                     # the M tile for padding accounts
@@ -78,12 +78,12 @@ from harness.interface import (
     Point,
     RoutingSpec,
 )
-from harness.operations import OPERATIONS, DenseBound, RoutedExperts
+from harness.operations import OPERATIONS, DenseBound, MoELayer, RoutedExperts
 from harness.record import MODES, PASSES
 from harness.registry import ROOT, Registry, choices
 from harness.shapes import MoEShape
 from harness.timing import TimingSettings
-from harness.token_rounding import METHODS
+from harness.token_rounding import METHODS, ROUNDINGS, TOP_K
 
 SWEEPS = ROOT / "sweeps"
 SHAPES_FILE = "shapes.toml"
@@ -595,13 +595,18 @@ class _Reader:
         seed = int(self._number(value, key, True, 0))
         value, key = self._setting(entry, where, "m_tile", RoutingSpec().m_tile)
         m_tile = int(self._number(value, key, True, 1))
-        if operation != RoutedExperts.name and methods != ["top_k"]:
-            self.fail(key_of_methods, f"only {RoutedExperts.name} takes a routing, not {operation}")
+        for method in methods:
+            self._check_takes(operation, method, key_of_methods)
         combinations = [
             (dtype, LayerSpec(router_convention=convention), RoutingSpec(method, distribution, seed, m_tile))
             for dtype, convention, distribution, method in product(dtypes, conventions, distributions, methods)
         ]
         return device[0], combinations
+
+    def _check_takes(self, operation: str, method: str, where: str) -> None:
+        taken = {RoutedExperts.name: METHODS, MoELayer.name: (TOP_K, *ROUNDINGS)}.get(operation, (TOP_K,))
+        if method not in taken:
+            self.fail(where, f"{operation} takes {', '.join(taken)}, not {method}")
 
     def _points(self, entry: Mapping[str, Any], where: str, fake: bool = False) -> list[Point]:
         operation = self._operation(entry, where)
@@ -642,8 +647,9 @@ class _Reader:
             bounds = self._chosen(entry["bound"], f"{where}.bound", "bound", list(DenseBound.variants))
             if len(bounds) != 1:
                 self.fail(f"{where}.bound", "must be one variant; write another entry for the next")
-            if operation == RoutedExperts.name:
-                self.fail(f"{where}.bound", f"the bound multiplies T*K rows, {operation} as many as its routing has")
+            methods = {routing.method for _, _, routing in combinations}
+            if operation == RoutedExperts.name or methods != {TOP_K}:
+                self.fail(f"{where}.bound", "the bound multiplies T*K rows, which only moe_layer with top_k has")
             bound = bounds[0]
         method = ""
         if "denominator_method" in entry:
@@ -652,8 +658,7 @@ class _Reader:
             )
             if more or bound:
                 self.fail(f"{where}.denominator_method", "must be one method, and no bound beside it")
-            if operation != RoutedExperts.name:
-                self.fail(f"{where}.denominator_method", f"only {RoutedExperts.name} takes a routing, not {operation}")
+            self._check_takes(operation, method, f"{where}.denominator_method")
         sides = []
         for side in ("numerator", "denominator"):
             if side not in entry:

@@ -24,7 +24,8 @@ from torch import Tensor
 from harness.interface import ROUTER_CONVENTIONS
 
 ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")
-METHODS = ("top_k", *ROUNDINGS, "expert_choice", "token_drop")
+TOP_K = "top_k"
+METHODS = (TOP_K, *ROUNDINGS, "expert_choice", "token_drop")
 ADDED_WEIGHTS = ("renormalised", "raw")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Problem
 from harness.routing import expert_counts, router_scores
+from harness.token_rounding import ROUNDINGS, TOP_K, GeneralRouting, token_rounding, top_k
 from implementations._torch_ops import host_counts, sort_by_expert
 
 
@@ -25,8 +26,11 @@ class _LoopLayer(Layer):
     def parameters(self) -> Sequence[Tensor]:
         return [self.gate, self.up, self.down, self.router]
 
+    def logits(self, x: Tensor) -> Tensor:
+        return (x @ self.router.T).float()
+
     def forward(self, x: Tensor) -> Tensor:
-        logits = (x @ self.router.T).float()
+        logits = self.logits(x)
         indices = torch.topk(logits.detach(), self.k, dim=-1).indices
         scores = router_scores(logits, indices, self.convention)
         with torch.no_grad():
@@ -38,26 +42,39 @@ class _LoopLayer(Layer):
                 rows.reverse.reshape(-1).long(),
                 torch.arange(indices.numel(), dtype=torch.int32, device=x.device),
             )
-        out = torch.zeros_like(x, dtype=torch.float32)
-        # unbind, not gate[e]: the gradient of each indexing would be as large as all experts together. An expert
-        # without tokens takes part with zero rows, which makes its gradients exactly zero.
-        experts = zip(
-            self.gate.unbind(),
-            self.up.unbind(),
-            self.down.unbind(),
-            rows.gather.split(counts),
-            slots.split(counts),
-            strict=True,
-        )
-        for gate, up, down, tokens, slot in experts:
-            expert_x = x.index_select(0, tokens)
-            hidden = F.silu(F.linear(expert_x, gate)) * F.linear(expert_x, up)
-            weight = scores.reshape(-1).index_select(0, slot)
-            out = out.index_add_(0, tokens, F.linear(hidden, down) * weight[:, None])
-        return out.to(x.dtype)
+        tokens, pairs = rows.gather.split(counts), slots.split(counts)
+        return _loop(x, self.gate, self.up, self.down, scores.reshape(-1), tokens, pairs)
 
     def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(("grad_gate", "grad_up", "grad_down", "grad_router"), gradients, strict=True))
+
+
+class _RoundedLoopLayer(_LoopLayer):
+    """The same with top-K rounded by the point's method."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.routing = problem.point.routing
+        if self.routing.method == "stochastic":
+            self.notes = ["stochastic rounding draws the same numbers in every call"]
+
+    def round(self, x: Tensor) -> GeneralRouting:
+        generator = torch.Generator(device=x.device).manual_seed(self.routing.seed)
+        return token_rounding(
+            self.logits(x), self.k, self.routing.m_tile, self.routing.method, self.convention, generator=generator
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = self.round(x)
+        tokens, pairs = _by_expert(routing, self.router.shape[0])
+        return _loop(x, self.gate, self.up, self.down, routing.scores, tokens, pairs)
+
+    def expert_indices(self, x: Tensor) -> Tensor:
+        return top_k(self.logits(x.detach()), self.k).experts.view(-1, self.k)
+
+    def kept_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        routing = self.round(x.detach())
+        return routing.experts, routing.token_offsets
 
 
 class _RoutedLoopLayer(Layer):
@@ -68,29 +85,48 @@ class _RoutedLoopLayer(Layer):
         assert routing is not None
         weights = (problem.gate, problem.up, problem.down, routing.scores)
         self.gate, self.up, self.down, self.scores = (w.detach().requires_grad_() for w in weights)
-        experts = routing.experts.long()
-        tokens = torch.arange(problem.shape.T, device=experts.device)
-        tokens = torch.repeat_interleave(tokens, routing.token_offsets.long().diff())
         # Known before any call, so that no call reads counts on the host.
-        counts = expert_counts(experts, problem.shape.E).tolist()
-        self.pairs = torch.argsort(experts, stable=True).split(counts)
-        self.tokens = [tokens[pairs] for pairs in self.pairs]
+        self.tokens, self.pairs = _by_expert(routing, problem.shape.E)
 
     def parameters(self) -> Sequence[Tensor]:
         return [self.gate, self.up, self.down, self.scores]
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x, dtype=torch.float32)
-        experts = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), self.tokens, self.pairs, strict=True)
-        for gate, up, down, tokens, pairs in experts:
-            expert_x = x.index_select(0, tokens)
-            hidden = F.silu(F.linear(expert_x, gate)) * F.linear(expert_x, up)
-            weight = self.scores.index_select(0, pairs)
-            out = out.index_add_(0, tokens, F.linear(hidden, down) * weight[:, None])
-        return out.to(x.dtype)
+        return _loop(x, self.gate, self.up, self.down, self.scores, self.tokens, self.pairs)
 
     def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(("grad_gate", "grad_up", "grad_down", "grad_scores"), gradients, strict=True))
+
+
+def _by_expert(routing: GeneralRouting, experts: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Of each expert the tokens and the pairs."""
+    named = routing.experts.long()
+    tokens = torch.arange(routing.token_offsets.numel() - 1, device=named.device)
+    tokens = torch.repeat_interleave(tokens, routing.token_offsets.long().diff())
+    pairs = torch.argsort(named, stable=True).split(expert_counts(named, experts).tolist())
+    return [tokens[its] for its in pairs], pairs
+
+
+def _loop(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    scores: Tensor,
+    tokens: Sequence[Tensor],
+    pairs: Sequence[Tensor],
+) -> Tensor:
+    """(T, d): one expert after the other, its tokens' results added up with the weights (P,) of its pairs."""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    # unbind, not gate[e]: the gradient of each indexing would be as large as all experts together. An expert without
+    # tokens takes part with zero rows, which makes its gradients exactly zero.
+    experts = zip(gate.unbind(), up.unbind(), down.unbind(), tokens, pairs, strict=True)
+    for its_gate, its_up, its_down, its_tokens, its_pairs in experts:
+        expert_x = x.index_select(0, its_tokens)
+        hidden = F.silu(F.linear(expert_x, its_gate)) * F.linear(expert_x, its_up)
+        weight = scores.index_select(0, its_pairs)
+        out = out.index_add_(0, its_tokens, F.linear(hidden, its_down) * weight[:, None])
+    return out.to(x.dtype)
 
 
 class TorchLoop(Implementation):
@@ -110,8 +146,11 @@ class TorchLoop(Implementation):
     devices = ("cuda", "cpu")
     dtypes = ("bfloat16", "float16", "float32")
     conventions = ROUTER_CONVENTIONS
+    routing_methods = (TOP_K, *ROUNDINGS)
     no_graph_reason = "the number of rows of each expert is read on the host, which a CUDA graph cannot capture"
     fake_tensors = True
 
     def build(self, problem: Problem) -> Layer:
-        return _LoopLayer(problem) if problem.routing is None else _RoutedLoopLayer(problem)
+        if problem.routing is not None:
+            return _RoutedLoopLayer(problem)
+        return _LoopLayer(problem) if problem.point.routing.method == TOP_K else _RoundedLoopLayer(problem)

@@ -199,15 +199,6 @@ def test_a_row_says_what_came_of_the_routing() -> None:
     assert row["costs"]["flops"] == 6 * routing["routed_rows"] * 8 * 16
 
 
-def test_a_layer_with_a_router_of_its_own_refuses_other_methods() -> None:
-    point = replace(routed(), operation="moe_layer")
-    for plugin in load_registry().all():
-        if "moe_layer" in plugin.operations and "cpu" in plugin.devices:
-            reason = plugin.unsupported_reason(point)
-            assert reason and "nearest is for routed_experts, not for moe_layer" in reason
-            assert plugin.unsupported_reason(replace(point, routing=replace(point.routing, method="top_k"))) is None
-
-
 def test_points_survive_the_pipe() -> None:
     point = routed(method="balanced", m_tile=64)
     assert point_from_dict(point_to_dict(point)) == point

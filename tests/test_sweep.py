@@ -363,7 +363,7 @@ def test_token_rounding_counts_every_method_and_times_two() -> None:
     assert {T for T, E in sizes if E == 256} == {4096, 8192, 16384, 32768, 65536}
     assert {point.routing.method for point in sweep.points} == {"top_k", "nearest"}
     for ratio in sweep.ratios:
-        assert ratio.point.operation == "routed_experts" and ratio.numerator == ratio.denominator
+        assert ratio.point.operation in ("routed_experts", "moe_layer") and ratio.numerator == ratio.denominator
         assert ratio.point.routing.method == "top_k"
         assert ratio.denominator_point.routing.method == ("top_k" if ratio.is_a_a else "nearest")
     assert sum(ratio.is_a_a for ratio in sweep.ratios) == 1
@@ -416,8 +416,8 @@ def test_works_of_two_methods_know_both_points() -> None:
         ('[[routing]]\nmethods = ["neares"]\nshapes = ["one"]', "did you mean nearest"),
         ('[[routing]]\nmethods = ["up"]\nshapes = ["one"]\ndtype = "float16"', "dtype: unknown key"),
         (
-            '[[points]]\nimplementations = "torch_loop"\nshapes = ["one"]\nmethods = ["top_k", "up"]',
-            r"points\[1\].methods: only routed_experts takes a routing, not moe_layer",
+            '[[points]]\nimplementations = "torch_loop"\nshapes = ["one"]\nmethods = ["top_k", "expert_choice"]',
+            r"points\[1\].methods: moe_layer takes top_k, nearest, .*, not expert_choice",
         ),
         (
             '[[fake]]\nimplementations = "torch_loop"\nshapes = ["one"]\noperation = "routed_experts"',
@@ -437,7 +437,7 @@ def test_bad_methods_are_named(tmp_path: Path, text: str, part: str) -> None:
         ('denominator_method = "neares"', "did you mean nearest"),
         ('denominator_method = ["up", "down"]', "must be one method"),
         ('denominator_method = "up"\nbound = "gemm"', r"bound: the bound multiplies T\*K rows"),
-        ('denominator_method = "up"\noperation = "moe_layer"', "only routed_experts takes a routing, not moe_layer"),
+        ('denominator_method = "token_drop"\noperation = "moe_layer"', "moe_layer takes .*, not token_drop"),
     ],
 )
 def test_a_bad_denominators_method_is_named(tmp_path: Path, line: str, part: str) -> None:

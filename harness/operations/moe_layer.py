@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from harness.correctness import (
     Correctness,
@@ -20,11 +21,16 @@ from harness.interface import Layer, Point, Problem
 from harness.operations.base import Operation
 from harness.problem import make_problem
 from harness.reference import compare_layer
-from harness.routing import choose_experts
+from harness.rounding_check import check_rounding, kept_tokens
+from harness.routing import choose_experts, expert_counts
+from harness.token_rounding import TOP_K
 
 
 class MoELayer(Operation):
-    """O[t] = sum over the token's K experts e of S[t,e] · down_e(silu(gate_e x_t) · up_e x_t)."""
+    """O[t] = sum over the token's K experts e of S[t,e] · down_e(silu(gate_e x_t) · up_e x_t).
+
+    Where the point's routing method is a token rounding, it is the layer's own and part of it; a token then has as many
+    experts as were kept for it."""
 
     name: ClassVar[str] = "moe_layer"
 
@@ -54,8 +60,26 @@ class MoELayer(Operation):
         result.reason, result.routing_differs = check_routing(problem, indices)
         if result.reason:
             return result
+        kept = None
         result.counts = layer_counts(problem, indices)
-        comparison = compare_layer(problem, indices, evaluated.output, evaluated.grad_x, evaluated.gradients)
+        if problem.point.routing.method != TOP_K:
+            pairs = layer.kept_pairs(problem.x)
+            if pairs is None:
+                result.reason = "the layer does not tell which pairs its rounding kept"
+                return result
+            result.reason = check_rounding(problem, indices, *pairs)
+            if result.reason:
+                return result
+            kept = kept_tokens(pairs[1]), pairs[0]
+            result.moved = _moved(indices, *kept)
+            result.counts = expert_counts(pairs[0], shape.E).cpu()
+        comparison = compare_layer(problem, indices, evaluated.output, evaluated.grad_x, evaluated.gradients, kept)
         result.errors, result.worst = comparison.errors, comparison.worst
         result.reason = judge(comparison, problem.point.dtype)
         return result
+
+
+def _moved(indices: Tensor, tokens: Tensor, experts: Tensor) -> tuple[int, int]:
+    """How many pairs of top-K (T, K) are not kept, and how many kept pairs (P,) are not among them."""
+    unchanged = int((indices[tokens] == experts[:, None]).sum())
+    return indices.numel() - unchanged, experts.numel() - unchanged

@@ -17,9 +17,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
+from harness.token_rounding import ROUNDINGS, TOP_K
 
 if TYPE_CHECKING:
-    from implementations.sonicmoe_triton.function import RouterOutput, moe_layer, moe_layer_with_router, routed_experts
+    from implementations.sonicmoe_triton.function import (
+        RouterOutput,
+        moe_layer,
+        moe_layer_with_router,
+        rounded_moe_layer,
+        routed_experts,
+    )
     from implementations.sonicmoe_triton.layer import SonicMoE, load_balancing_loss
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "load_balancing_loss",
     "moe_layer",
     "moe_layer_with_router",
+    "rounded_moe_layer",
     "routed_experts",
 ]
 
@@ -69,6 +77,33 @@ class _TritonLayer(Layer):
         return self._function.choose_experts(x, self.router, self.k, self.convention)[1]
 
 
+class _RoundedTritonLayer(_TritonLayer):
+    """The same with top-K rounded by the point's method."""
+
+    def __init__(self, problem: Problem) -> None:
+        from implementations.sonicmoe_triton import rounding
+
+        super().__init__(problem)
+        self._round_routing = rounding.round_routing
+        routing, self.draws = problem.point.routing, None
+        self.m_tile, self.method = routing.m_tile, routing.method
+        if self.method == "stochastic":
+            generator = torch.Generator().manual_seed(routing.seed)
+            self.draws = torch.randint(self.m_tile, (problem.shape.E,), generator=generator).to(problem.x.device)
+            self.notes = ["stochastic rounding draws the same numbers in every call"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function.rounded_moe_layer(
+            x, self.w1, self.w2, self.router, self.k, self.m_tile, self.method, self.convention, draws=self.draws
+        )[0]
+
+    def kept_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            logits = x @ self.router.t()
+            found = self._round_routing(logits, self.k, self.m_tile, self.method, self.convention, draws=self.draws)
+        return found.experts[: int(found.token_offsets[-1])], found.token_offsets
+
+
 class _RoutedTritonLayer(Layer):
     """The experts with the routing given: w1, w2 as above; scores (P,)."""
 
@@ -107,6 +142,7 @@ class SonicMoETriton(Implementation):
     devices = ("cuda",)
     dtypes = ("bfloat16", "float16")
     conventions = ROUTER_CONVENTIONS
+    routing_methods = (TOP_K, *ROUNDINGS)
     # It traces, and holds what it should; but a trace does not see the temporaries inside an operator, so that the peak
     # of a fake row would be too small.
     fake_tensors = False
@@ -119,6 +155,7 @@ class SonicMoETriton(Implementation):
         ("down_weight_gradient", "dW2"),
         ("input_gradient", "dX"),
         ("_aggregation_", "aggregation"),
+        ("_rounding_", "router"),
         ("_router_", "router"),
         ("_routing_", "router"),
     )
@@ -136,7 +173,11 @@ class SonicMoETriton(Implementation):
         return None
 
     def build(self, problem: Problem) -> Layer:
-        layer = _TritonLayer(problem) if problem.routing is None else _RoutedTritonLayer(problem)
+        layer: Layer
+        if problem.routing is not None:
+            layer = _RoutedTritonLayer(problem)
+        else:
+            layer = (_TritonLayer if problem.point.routing.method == TOP_K else _RoundedTritonLayer)(problem)
         if problem.x.device.type == "cuda" and not is_fake(problem.x) and problem.shape.T:
             # One call of each pass compiles every kernel.
             layer.call_once(problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from harness.token_rounding import ROUNDINGS
 from implementations.sonicmoe_triton.activations import is_gated
 
 CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
@@ -31,6 +32,14 @@ def check_convention(convention: str) -> None:
     """ValueError for an unknown router convention."""
     if convention not in CONVENTIONS:
         raise ValueError(f"unknown router convention {convention!r}; choose from {', '.join(CONVENTIONS)}")
+
+
+def check_rounding(rounding: str, m_tile: int) -> None:
+    """ValueError for an unknown token rounding, or a tile without rows."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"unknown rounding {rounding!r}; choose from {', '.join(ROUNDINGS)}")
+    if m_tile < 1:
+        raise ValueError(f"m_tile = {m_tile}: must be at least 1")
 
 
 def check_choice(experts: int, k: int) -> None:

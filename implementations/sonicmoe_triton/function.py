@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch.nn import Parameter
 
 from implementations.sonicmoe_triton.algorithm import (
     Held,
@@ -32,6 +29,7 @@ from implementations.sonicmoe_triton.algorithm import (
     routed_forward,
 )
 from implementations.sonicmoe_triton.checks import check_experts, check_pairs, check_router
+from implementations.sonicmoe_triton.dispatch import is_plain
 from implementations.sonicmoe_triton.operators import (
     in_routed_order,
     moe_layer_backward_operator,
@@ -41,12 +39,13 @@ from implementations.sonicmoe_triton.operators import (
     routed_experts_operator,
     wanted,
 )
+from implementations.sonicmoe_triton.rounding import round_routing
 from implementations.sonicmoe_triton.router import top_k
 
 
 class RouterOutput(NamedTuple):
     """What the router said: ``logits`` (T, E) in the layer's dtype, differentiable; ``counts`` (E,) int32, the rows of
-    each expert."""
+    each expert, before a rounding."""
 
     logits: Tensor
     counts: Tensor
@@ -86,7 +85,7 @@ def moe_layer(
     check_router(x, router, w1, k, convention)
     check_experts(x, w1, w2, bias1, bias2, activation)
     arguments = x, w1, w2, router, bias1, bias2, k, convention, activation, False
-    return _LayerFunction.apply(*arguments) if _is_plain(*arguments[:6]) else moe_layer_operator(*arguments)[0]
+    return _LayerFunction.apply(*arguments) if is_plain(*arguments[:6]) else moe_layer_operator(*arguments)[0]
 
 
 def moe_layer_with_router(
@@ -105,11 +104,57 @@ def moe_layer_with_router(
     check_router(x, router, w1, k, convention)
     check_experts(x, w1, w2, bias1, bias2, activation)
     arguments = x, w1, w2, router, bias1, bias2, k, convention, activation, True
-    if _is_plain(*arguments[:6]):
+    if is_plain(*arguments[:6]):
         out, logits, counts = _LayerFunction.apply(*arguments)
         return out, RouterOutput(logits, counts)
     out, logits, *held = moe_layer_operator(*arguments)
     return out, RouterOutput(logits, torch.diff(Held(*held).expert_offsets))
+
+
+def rounded_moe_layer(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router: Tensor,
+    k: int,
+    m_tile: int = 128,
+    rounding: str = "nearest",
+    convention: str = "topk_softmax",
+    activation: str = "swiglu",
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    added_weight: str = "renormalised",
+    generator: torch.Generator | None = None,
+    draws: Tensor | None = None,
+) -> tuple[Tensor, RouterOutput]:
+    """`moe_layer` with token rounding: each expert's number of rows becomes a multiple of ``m_tile``, so no tile is
+    multiplied in part. For training; evaluate with `moe_layer`.
+
+    A token may have any number of experts, none included: its row of the output is then zero. The rounding is made on
+    the device, which the host does not wait for: it allocates for `rounding.pairs_bound` rows, at most m_tile - 1 for
+    each expert more than T·K, of which the kernels compute those that there are.
+
+    Args:
+        m_tile: 128, the kernels' tile, or a multiple of it gains; any other is allowed.
+        rounding, added_weight, generator, draws: as for `rounding.round_routing`.
+        x, w1, w2, router, k, convention, activation, bias1, bias2: as for `moe_layer`.
+
+    Returns:
+        (T, d), and the router's output: its counts are top-K's.
+
+    Raises:
+        ValueError, NotImplementedError: as for `moe_layer` and `rounding.round_routing`.
+    """
+    check_router(x, router, w1, k, convention)
+    check_experts(x, w1, w2, bias1, bias2, activation)
+    with torch.autocast(x.device.type, enabled=False):
+        logits = logits_of(x, router)
+    scores, experts, token_offsets, counts = round_routing(
+        logits, k, m_tile, rounding, convention, added_weight, generator, draws
+    )
+    check_pairs(scores.numel())
+    out = _routed(x, w1, w2, scores, experts, token_offsets, bias1, bias2, w1.shape[0], activation)
+    return out, RouterOutput(logits, counts)
 
 
 def routed_experts(
@@ -172,8 +217,12 @@ def routed_experts(
         pairs = experts.clamp(0, w1.shape[0] - 1).reshape(-1).int()
     else:
         pairs = torch.where(named, experts, -1).int()
-    arguments = x, w1, w2, scores, pairs, token_offsets, bias1, bias2, k, activation
-    return _RoutedFunction.apply(*arguments) if _is_plain(*arguments[:8]) else routed_experts_operator(*arguments)[0]
+    return _routed(x, w1, w2, scores, pairs, token_offsets, bias1, bias2, k, activation)
+
+
+def _routed(*arguments: Any) -> Tensor:
+    """`algorithm.routed_forward`'s arguments, checked."""
+    return _RoutedFunction.apply(*arguments) if is_plain(*arguments[:8]) else routed_experts_operator(*arguments)[0]
 
 
 def choose_experts(x: Tensor, router: Tensor, k: int, convention: str = "topk_softmax") -> tuple[Tensor, Tensor]:
@@ -184,37 +233,11 @@ def choose_experts(x: Tensor, router: Tensor, k: int, convention: str = "topk_so
 
 # Autograd.
 
-_PLAIN = frozenset({Tensor, Parameter, type(None)})
-
-
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether nobody looks on who could not see through an `autograd.Function` that launches kernels: no compiler, no
-    fake or other subclass of tensors, no dispatch mode, no functional transform."""
-    x = tensors[0]
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._are_functorch_transforms_active():
-        _refuse_functional_derivatives()
-    return (
-        _PLAIN.issuperset(map(type, tensors))
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and x is not None
-        and not x.is_meta
-    )
-
-
-def _refuse_functional_derivatives() -> None:
-    """An operator's gradient is unknown to functorch, which would drop the tangent of one without a word."""
-    active = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
-    if active & {TransformType.Grad, TransformType.Jvp}:
-        raise NotImplementedError("torch.func.grad and jvp do not know this layer; use torch.autograd.grad or backward")
-
 
 def _is_eager_backward(*tensors: Tensor | None) -> bool:
     """Whether the backward may run as it is. A backward that is to be differentiated itself (``create_graph``) is left
     to the operator, whose gradients refuse that with a message when it comes to it."""
-    return not torch.is_grad_enabled() and _is_plain(*tensors)
+    return not torch.is_grad_enabled() and is_plain(*tensors)
 
 
 #: Where H, and with it what is held, begins among the tensors that a function saves: behind x, w1, w2, router, the

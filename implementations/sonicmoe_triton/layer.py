@@ -34,6 +34,9 @@ class SonicMoE(nn.Module):
         router_convention: ``topk_softmax`` (softmax over the K chosen logits), ``softmax_topk`` (softmax over all E
             logits, chosen weights as they are; keeps the logits for the backward) or ``softmax_topk_renormalised``.
         bias: give the experts biases.
+        rounding: round each expert's number of tokens while training (``nearest``, ``up``, ``down``, ``stochastic``,
+            ``balanced``; see `function.rounded_moe_layer`); ``eval()`` goes by top-K.
+        m_tile: to a multiple of this.
         dtype: bfloat16 or float16 (float32 is exact and slow); default: torch's default dtype.
 
     Raises:
@@ -51,6 +54,8 @@ class SonicMoE(nn.Module):
         bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        rounding: str | None = None,
+        m_tile: int = 128,
     ) -> None:
         super().__init__()
         halves = 2 if is_gated(activation) else 1
@@ -62,6 +67,9 @@ class SonicMoE(nn.Module):
         checks.check_width("n", n, dtype)
         self.d, self.n, self.experts, self.k = d, n, experts, k
         self.activation, self.router_convention = activation, router_convention
+        if rounding is not None:
+            checks.check_rounding(rounding, m_tile)
+        self.rounding, self.m_tile = rounding, m_tile
 
         def parameter(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(size, dtype=dtype, device=device))
@@ -87,6 +95,8 @@ class SonicMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) -> (…, d). Raises ValueError where x's width, dtype or device is not the layer's."""
         self._check(x)
+        if self._rounds:
+            return self._rounded(x)[0]
         out = function.moe_layer(x.reshape(-1, self.d), *self._arguments())
         return out.view(x.shape)
 
@@ -94,6 +104,8 @@ class SonicMoE(nn.Module):
         """`forward`, and the router's logits (T, E) and counts (E,), where T is the product of x's leading sizes.
         The logits stay differentiable, for `load_balancing_loss` or another loss; they are kept (2TE bytes)."""
         self._check(x)
+        if self._rounds:
+            return self._rounded(x)
         out, router = function.moe_layer_with_router(x.reshape(-1, self.d), *self._arguments())
         return out.view(x.shape), router
 
@@ -133,7 +145,29 @@ class SonicMoE(nn.Module):
         return (
             f"d={self.d}, n={self.n}, experts={self.experts}, k={self.k}, activation={self.activation}, "
             f"router_convention={self.router_convention}, bias={self.bias1 is not None}"
+            + ("" if self.rounding is None else f", rounding={self.rounding}, m_tile={self.m_tile}")
         )
+
+    @property
+    def _rounds(self) -> bool:
+        return self.rounding is not None and self.training
+
+    def _rounded(self, x: Tensor) -> tuple[Tensor, RouterOutput]:
+        assert self.rounding is not None
+        out, said = function.rounded_moe_layer(
+            x.reshape(-1, self.d),
+            self.w1,
+            self.w2,
+            self.router,
+            self.k,
+            self.m_tile,
+            self.rounding,
+            self.router_convention,
+            self.activation,
+            self.bias1,
+            self.bias2,
+        )
+        return out.view(x.shape), said
 
     def _check(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.d:

@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 
 from implementations.sonicmoe_triton.rounding import (
     ADDED_WEIGHTS,
-    RESIDENT_TOKENS,
     ROUNDINGS,
     RoundedRouting,
     pairs_bound,
     round_routing,
 )
+from implementations.sonicmoe_triton.rounding_kernels import RESIDENT_TOKENS
 
 pytestmark = pytest.mark.usefixtures("exact_float32")
 

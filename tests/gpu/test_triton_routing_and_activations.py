@@ -110,14 +110,18 @@ def test_routing_of_the_caller(dtype: str) -> None:
     assert not any(got[i][E - 1].any() for i in (2, 3, 5, 6))
 
 
-def test_pairs_without_an_expert_are_as_if_they_were_not_there() -> None:
-    """Bit for bit: rows, their order and their tiles are the same; whatever lies in the rows too many is not seen."""
+@pytest.mark.parametrize("between", [False, True], ids=["behind", "between"])
+def test_pairs_without_an_expert_are_as_if_they_were_not_there(between: bool) -> None:
+    """Rows, their order and their tiles are the same, so that weights' and scores' gradients are equal bit for bit,
+    whatever lies in the rows too many. A token's sum over its pairs may be added up in another order where some between
+    them have no row."""
     T, d, n, E = 5000, 264, 136, 12
     generator = torch.Generator().manual_seed(2)
     counts = torch.randint(0, 7, (T,), generator=generator)
     experts = torch.cat([torch.randperm(E, generator=generator)[:count] for count in counts.tolist()])
     experts = torch.cat([experts, torch.full((3000,), -1)])
-    experts[torch.rand(len(experts), generator=generator) < 0.3] = -1
+    if between:
+        experts[torch.rand(len(experts), generator=generator) < 0.3] = -1
     named = experts >= 0
     tokens = torch.arange(T).repeat_interleave(counts)[named[: int(counts.sum())]]
 
@@ -136,4 +140,7 @@ def test_pairs_without_an_expert_are_as_if_they_were_not_there() -> None:
     found = gradients(out, more, grad)
     assert not found[-1][~named.to(common.DEVICE)].any()
     found[-1] = found[-1][named.to(common.DEVICE)]
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    summed = 2 if between else 0
+    common.assert_equal(found[summed:], want[summed:])
+    # Sums of a few terms in fp32 that are then rounded: some last bits differ.
+    assert_close(found[:summed], want[:summed], (1e-3, 1e-3))

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from harness.interface import ROUTER_CONVENTIONS
 from harness.token_rounding import GeneralRouting, round_counts, route_by
-from implementations.sonicmoe_triton import rounding
+from implementations.sonicmoe_triton import rounding, rounding_kernels
 from implementations.sonicmoe_triton.rounding import ROUNDINGS, RoundedRouting, pairs_bound, round_routing
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs of every kernel and several turns of every loop from few tokens."""
-    monkeypatch.setattr(rounding, "ELEMENTS", 512)
-    monkeypatch.setattr(rounding, "MARKED_ELEMENTS", 1024)
-    monkeypatch.setattr(rounding, "TRANSPOSED_TOKENS", 32)
-    monkeypatch.setattr(rounding, "TRANSPOSED_EXPERTS", 4)
-    monkeypatch.setattr(rounding, "STREAMED_TOKENS", 32)
-    monkeypatch.setattr(rounding, "TIED_TOKENS", 16)
-    monkeypatch.setattr(rounding, "CLEARED", 4)
+    monkeypatch.setattr(rounding_kernels, "ELEMENTS", 512)
+    monkeypatch.setattr(rounding_kernels, "MARKED_ELEMENTS", 1024)
+    monkeypatch.setattr(rounding_kernels, "TRANSPOSED_TOKENS", 32)
+    monkeypatch.setattr(rounding_kernels, "TRANSPOSED_EXPERTS", 4)
+    monkeypatch.setattr(rounding_kernels, "STREAMED_TOKENS", 32)
+    monkeypatch.setattr(rounding_kernels, "TIED_TOKENS", 16)
+    monkeypatch.setattr(rounding_kernels, "CLEARED", 4)
 
 
 def random(seed: int) -> torch.Generator:
@@ -44,7 +44,7 @@ def skewed(tokens: int, experts: int, seed: int, dtype: torch.dtype = torch.floa
 
 def check(got: RoundedRouting, want: GeneralRouting, bound: int) -> None:
     pairs = want.experts.numel()
-    assert [t.dtype for t in got] == [torch.float32, torch.int32, torch.int32]
+    assert [t.dtype for t in got] == [torch.float32, torch.int32, torch.int32, torch.int32]
     assert torch.equal(got.token_offsets, want.token_offsets)
     assert torch.equal(got.experts[:pairs], want.experts)
     torch.testing.assert_close(got.scores[:pairs], want.scores, rtol=1e-6, atol=0.0, equal_nan=True)
@@ -78,7 +78,7 @@ def test_ties(small_blocks: None, method: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("method", ROUNDINGS)
 def test_more_keys_than_stay_in_registers(small_blocks: None, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "RESIDENT_TOKENS", 64)
+    monkeypatch.setattr(rounding_kernels, "RESIDENT_TOKENS", 64)
     compare(tied(70, 3, 3, 2) if method in ("up", "down") else skewed(70, 3, 2), 1, 8, method)
 
 
