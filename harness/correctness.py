@@ -148,6 +148,18 @@ def check_shapes(evaluated: Evaluated, expected: dict[str, tuple[int, ...]]) -> 
     return None
 
 
+def check_tokens_alone(token_offsets: Tensor, evaluated: Evaluated) -> str | None:
+    """A sentence where a token without experts has an output or a gradient that is not zero.
+
+    Args:
+        token_offsets: (T + 1,), the first pair of each token, then P.
+    """
+    alone = token_offsets.diff() == 0
+    if bool((evaluated.output[alone] != 0).any()) or bool((evaluated.grad_x[alone] != 0).any()):
+        return "tokens without an expert have outputs or gradients that are not zero"
+    return None
+
+
 def check_routing(problem: Problem, indices: Tensor) -> tuple[str | None, float]:
     """Are the chosen experts (T, K) legitimate? Also the share of tokens routed otherwise than fp32 logits would.
 

@@ -439,7 +439,7 @@ def measure_ratio(
         "correctness": {_side(points, i): built.correctness.as_dict(point.dtype) for i, built in enumerate(builts)},
     }
     for key, built, its in zip(("routing", "denominator_routing"), builts, points, strict=True):
-        if key == "denominator_routing" and its.routing == point.routing:
+        if built.correctness.counts is None or (key == "denominator_routing" and its.routing == point.routing):
             continue
         # Where all sides have top-K's T·K rows there is nothing to tell.
         if its.operation == "routed_experts" or any(side.routing.method != "top_k" for side in points):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,10 @@ from harness.token_rounding import round_counts
 
 #: Share of a token's largest |logit| by which rounding the logits to bf16 may move each of them.
 LOGIT_SLACK = 2.0**-7
+#: By how much a few roundings to fp32 may move the logarithm of a weight; below the least one weights are all the same,
+#: since fp32 has no more normal numbers there.
+WEIGHT_SLACK = 2.0**-20
+LEAST_LOG_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
 
 
 def _pairs_fault(problem: Problem, experts: Tensor, token_offsets: Tensor) -> str | None:
@@ -96,9 +102,10 @@ def _weight_bounds(problem: Problem, indices: Tensor) -> tuple[Tensor, Tensor]:
         top = torch.gather(logits, 1, indices.long())
         weights.scatter_(1, indices.long(), top - top.logsumexp(1, keepdim=True))
     # The logit and the logarithm of the sum may each be off by the slack.
-    slack = 2 * LOGIT_SLACK * logits.abs().amax(1, keepdim=True)
+    slack = 2 * LOGIT_SLACK * logits.abs().amax(1, keepdim=True) + WEIGHT_SLACK
     finite = logits.isfinite().all(1, keepdim=True)
-    return torch.where(finite, weights - slack, -torch.inf), torch.where(finite, weights + slack, torch.inf)
+    low, high = ((weights + off).clamp_min(LEAST_LOG_WEIGHT) for off in (-slack, slack))
+    return torch.where(finite, low, -torch.inf), torch.where(finite, high, torch.inf)
 
 
 def _outranked(low: Tensor, high: Tensor, out: Tensor, within: Tensor) -> Tensor:

@@ -299,7 +299,7 @@ class _Figure:
                 for key in keys
             }
             self.methods |= {method for (_, (_, _, method)) in ratios}
-            expected = prediction(self.everything, family, distribution)
+            expected = {direction: prediction(self.everything, family, distribution, direction) for direction in passes}
             self.lines.append((
                 [self._ratio_panel(family, ratios, direction, distribution, expected) for direction in passes], 1.85
             ))  # fmt: skip
@@ -333,9 +333,9 @@ class _Figure:
 
     def _ratio_panel(
         self, family: Family, ratios: Mapping[tuple[str, tuple[str, str, str]], list[Point]], direction: str,
-        distribution: str, expected: list[Point],
+        distribution: str, expected: Mapping[str, list[Point]],
     ) -> Callable[[Axes], None]:  # fmt: skip
-        every = [*expected, *(point for points in ratios.values() for point in points)]
+        every = [point for points in (*expected.values(), *ratios.values()) for point in points]
         limits = _limits([*every, Point(0, 1.0)])
 
         def panel(axes: Axes) -> None:
@@ -346,7 +346,7 @@ class _Figure:
             }
             palette = style.colours(style.ordered(name for name, _, _ in present))
             axes.axhline(1, color=style.INK, linewidth=0.8, zorder=1.5)
-            _series(axes, family, expected, style.BLACK, "", line=":", width=1.5, zorder=3)
+            _series(axes, family, expected[direction], style.BLACK, "", line=":", width=1.5, zorder=3)
             for index, ((name, operation, method), points) in enumerate(present.items()):
                 layer, factor = operation == "moe_layer", _spread(index, len(present), 0.09)
                 _series(axes, family, points, palette[name], _method_style(method)[1], hollow="white" if layer else "",
@@ -378,7 +378,7 @@ class _Figure:
             if "moe_layer" in set(compared["operation"]):
                 entries.append((_line("#666666", "s", _DASHED, True), "(d) rounding's own time included"))
             if len(compared):
-                entries.append((_line(style.BLACK, "", ":"), "(d) padded / routed rows of top-K"))
+                entries.append((_line(style.BLACK, "", ":"), "(d) what padding alone predicts"))
         if any(point.unstable for point in self.series):
             entries.append((Line2D([], [], linestyle="none", marker=UNSTABLE, color=style.INK, markersize=8,
                                    markeredgewidth=1.2), "slash: unstable"))  # fmt: skip
@@ -419,9 +419,10 @@ class _Figure:
             claim = table.claims()["token-rounding-kernel-speedup"]["value"]
             texts.append(
                 "(d) Time with top-K / time with rounding (ratio rows, with their 95 % interval), times rows with "
-                "rounding / rows with top-K, since the two compute different numbers of rows. Dotted: what padding "
-                "alone predicts, if time went with the padded rows and rounding left no padding. The paper's claim at "
-                f"high sparsity: {claim:.2f}×."
+                "rounding / rows with top-K, since the two compute different numbers of rows. Dotted: if time "
+                "went with the FLOPs of top-K's padded rows, but for the weight gradients (half of the backward's), "
+                "which contract over rows and are not padded to the tile. Filled: the experts alone, routing given. The "
+                f"paper's claim at high sparsity: {claim:.2f}×."
             )
         if self.left:
             drawn = self.counted or self.timed

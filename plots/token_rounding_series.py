@@ -278,11 +278,17 @@ def speedups(
     return points
 
 
-def prediction(everything: pd.DataFrame, family: Family, distribution: str) -> list[Point]:
-    """Padded / routed rows of top-K, by E: the speed-up per routed row if time went with the padded rows and rounding
-    left no padding."""
+#: Share of a pass' FLOPs in GEMMs whose tiles lie over rows: all but the weight gradients, which contract over rows and
+#: pad no expert to the tile. Of 3, 6 and 9 GEMMs of n·d for each row these are 3, 3 and 6 (`harness.costs`).
+PADDED_SHARE = {"forward": 1.0, "backward": 1 / 2, "forward_backward": 2 / 3}
+
+
+def prediction(everything: pd.DataFrame, family: Family, distribution: str, direction: str) -> list[Point]:
+    """By E: the speed-up per routed row if time went with the FLOPs, those of top-K's padded rows where tiles lie over
+    rows, and rounding left no padding: 1 + share · (padded / routed rows − 1)."""
     points = []
     for experts in family.experts:
         routed, padded = counts(everything, family, experts, TOP_K, distribution)
-        points.append(Point(experts, padded / routed if routed > 0 else math.nan))
+        gain = padded / routed - 1 if routed > 0 else math.nan
+        points.append(Point(experts, 1 + PADDED_SHARE.get(direction, math.nan) * gain))
     return points

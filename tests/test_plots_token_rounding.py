@@ -258,9 +258,10 @@ def test_row_counts_of_a_ratio_without_them_come_from_other_rows() -> None:
 
 def test_the_prediction_is_top_ks_padding() -> None:
     for rows in ([account(16, "top_k"), account(16, "nearest")], [ratio(16)], [measured(16, "top_k")]):
-        points = series.prediction(table.frame(rows), FAMILY, "uniform")
-        assert points[0].value == pytest.approx(1.25)
-        assert math.isnan(points[1].value)
+        for direction, expected in (("forward", 1.25), ("backward", 1.125), ("forward_backward", 1 + 0.25 * 2 / 3)):
+            points = series.prediction(table.frame(rows), FAMILY, "uniform", direction)
+            assert points[0].value == pytest.approx(expected)
+            assert math.isnan(points[1].value)
 
 
 def test_both_passes_stand_for_their_sum_and_four_panels_in_a_line() -> None:

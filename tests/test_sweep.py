@@ -12,7 +12,7 @@ from harness.record import PASSES
 from harness.registry import BrokenPlugin, Registry
 from harness.shapes import MoEShape
 from harness.sweep import SWEEPS, Sweep, load_sweep, sweep_names
-from harness.token_rounding import METHODS
+from harness.token_rounding import METHODS, ROUNDINGS
 
 
 def stub(plugin: str, **attributes: object) -> type[Implementation]:
@@ -350,7 +350,7 @@ one = ["64,16,8,4,2"]
 """
 
 
-def test_token_rounding_counts_every_method_and_times_two() -> None:
+def test_token_rounding_counts_every_method_and_times_the_roundings() -> None:
     sweep = load_sweep("token_rounding", REGISTRY)
     assert sweep.figure == "token_rounding"
     assert {point.routing.method for point in sweep.accounts} == set(METHODS)
@@ -361,7 +361,7 @@ def test_token_rounding_counts_every_method_and_times_two() -> None:
     sizes = {(point.shape.T, point.shape.E) for point in sweep.accounts}
     assert {E for T, E in sizes if T == 16384} == {32, 64, 128, 256, 512}
     assert {T for T, E in sizes if E == 256} == {4096, 8192, 16384, 32768, 65536}
-    assert {point.routing.method for point in sweep.points} == {"top_k", "nearest"}
+    assert {point.routing.method for point in sweep.points} == {"top_k", *ROUNDINGS}
     for ratio in sweep.ratios:
         assert ratio.point.operation in ("routed_experts", "moe_layer") and ratio.numerator == ratio.denominator
         assert ratio.point.routing.method == "top_k"

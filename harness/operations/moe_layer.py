@@ -12,6 +12,7 @@ from harness.correctness import (
     Snapshot,
     check_routing,
     check_shapes,
+    check_tokens_alone,
     evaluate,
     forward_backward,
     judge,
@@ -61,8 +62,9 @@ class MoELayer(Operation):
         if result.reason:
             return result
         kept = None
-        result.counts = layer_counts(problem, indices)
-        if problem.point.routing.method != TOP_K:
+        if problem.point.routing.method == TOP_K:
+            result.counts = layer_counts(problem, indices)
+        else:
             pairs = layer.kept_pairs(problem.x)
             if pairs is None:
                 result.reason = "the layer does not tell which pairs its rounding kept"
@@ -73,6 +75,9 @@ class MoELayer(Operation):
             kept = kept_tokens(pairs[1]), pairs[0]
             result.moved = _moved(indices, *kept)
             result.counts = expert_counts(pairs[0], shape.E).cpu()
+            result.reason = check_tokens_alone(pairs[1], evaluated)
+            if result.reason:
+                return result
         comparison = compare_layer(problem, indices, evaluated.output, evaluated.grad_x, evaluated.gradients, kept)
         result.errors, result.worst = comparison.errors, comparison.worst
         result.reason = judge(comparison, problem.point.dtype)

@@ -7,7 +7,15 @@ from typing import ClassVar
 
 import torch
 
-from harness.correctness import Correctness, Snapshot, check_shapes, evaluate, forward_backward, judge
+from harness.correctness import (
+    Correctness,
+    Snapshot,
+    check_shapes,
+    check_tokens_alone,
+    evaluate,
+    forward_backward,
+    judge,
+)
 from harness.interface import Layer, Point, Problem
 from harness.operations.base import Operation
 from harness.problem import make_problem
@@ -69,9 +77,5 @@ class RoutedExperts(Operation):
             return result
         comparison = compare_routed(problem, evaluated.output, evaluated.grad_x, evaluated.gradients)
         result.errors, result.worst = comparison.errors, comparison.worst
-        alone = routing.token_offsets.diff() == 0
-        if bool((evaluated.output[alone] != 0).any()) or bool((evaluated.grad_x[alone] != 0).any()):
-            result.reason = "tokens without an expert have outputs or gradients that are not zero"
-        else:
-            result.reason = judge(comparison, problem.point.dtype)
+        result.reason = check_tokens_alone(routing.token_offsets, evaluated) or judge(comparison, problem.point.dtype)
         return result
