@@ -421,7 +421,7 @@ class _Figure:
                 "(d) Time with top-K / time with rounding (ratio rows, with their 95 % interval), times rows with "
                 "rounding / rows with top-K, since the two compute different numbers of rows. Dotted: if time "
                 "went with the FLOPs of top-K's padded rows, but for the weight gradients (half of the backward's), "
-                "which contract over rows and are not padded to the tile. Filled: the experts alone, routing given. The "
+                "which contract over rows and are not padded to the tile. Filled: the experts alone. The "
                 f"paper's claim at high sparsity: {claim:.2f}×."
             )
         if self.left:
