@@ -21,6 +21,8 @@ OURS = "sonicmoe_triton"
 #: Baselines whose ratios stand in the table.
 BASELINES = ("scattermoe", "deepgemm", "torch_grouped_mm")
 PASS_TEXT = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
+#: Endings of the columns of a ratio and of its interval.
+_VALUE_PARTS = ("", "_low", "_high")
 _PARTS = {"forward": 6.0, "backward": 12.0}
 
 
@@ -209,6 +211,48 @@ def _ours_beside(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     return lines
 
 
+def _per_row(rows: pd.DataFrame, plugin: str, operation: str, shape: str, pass_: str) -> str:
+    """Time with top-K over time with nearest rounding, weighed by the rows of both, with its interval; or empty."""
+    chosen = rows[
+        (rows["record"] == "ratio")
+        & (rows["status"] == "ok")
+        & (rows["operation"] == operation)
+        & (rows["numerator"] == plugin)
+        & (rows["denominator"] == plugin)
+        & (rows["method"] == "top_k")
+        & (rows["denominator_method"] == "nearest")
+        & (rows["distribution"] == "uniform")
+        & (rows["shape"] == shape)
+        & (rows["pass"] == pass_)
+        & (rows["time_kind"] == "device")
+    ].sort_values("timestamp", kind="stable")
+    if not len(chosen):
+        return ""
+    row = chosen.iloc[-1]
+    value, low, high = (row[f"value{part}"] * row["denominator_rows"] / row["routed_rows"] for part in _VALUE_PARTS)
+    return f"{value:.2f}× [{low:.2f}, {high:.2f}] {PASS_TEXT[pass_]}"
+
+
+def _rounding(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """What token rounding gains at the shape of the paper's claim, and with half of its experts."""
+    lines: list[tuple[str, str, str]] = []
+    claim = table.claims()["token-rounding-kernel-speedup"]
+    sizes = claim["shape"]
+    for experts in (sizes["E"], sizes["E"] // 2):
+        shape = f"{sizes['T']},{sizes['d']},{sizes['n']},{experts},{sizes['K']}"
+        for plugin, operation, what in (
+            (OURS, "routed_experts", "our experts, routing given"),
+            (OURS, "moe_layer", "our whole layer, its rounding's own time included"),
+            (OFFICIAL, "routed_experts", "SonicMoE's experts, routing given"),
+        ):
+            found = [_per_row(rows, plugin, operation, shape, pass_) for pass_ in ("forward", "forward_backward")]
+            if all(found):
+                text = f"token rounding, E = {experts}: top-K's time / nearest tile's, per routed row: {what}"
+                paper = _times(claim["value"]) if experts == sizes["E"] else "–"
+                lines.append((text, paper, "; ".join(found)))
+    return lines
+
+
 def _host(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     """What the GPU needs, and what a host that launches the calls one by one sees."""
     chosen = table.layers(rows)
@@ -241,6 +285,7 @@ def lines(rows: pd.DataFrame) -> list[str]:
         _memory,
         _bound,
         _ours_beside,
+        _rounding,
     ]
     return head + [f"| {' | '.join(cells)} |" for part in parts for cells in part(chosen)]
 

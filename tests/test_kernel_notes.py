@@ -237,3 +237,22 @@ def test_the_notes_hold_what_launching_cost() -> None:
     for line, key in lines.items():
         cells = " | ".join(f"{layers[name][key]['median']:.2f}" for name in ("sonicmoe_triton", "sonicmoe_official"))
         assert f"| {line} | {cells} |" in text
+
+
+def test_the_notes_hold_what_rounding_cost() -> None:
+    text = NOTES.read_text(encoding="utf-8").split("## Token rounding", 1)[1].split("\n## ", 1)[0]
+    shapes = json.loads((FOLDER / "sonicmoe_triton_rounding_cost.json").read_text())["shapes"]
+    assert [each["shape"] for each in shapes] == ["16384,4096,1024,256,8", "16384,4096,1024,512,8"]
+    for line, key in (
+        ("top-K alone", "top_k"),
+        ("rounding to the nearest tile", "nearest"),
+        ("… `balanced`", "balanced"),
+        ("… its backward", "nearest_backward"),
+        ("the layer's forward with top-K", "top_k_layer_forward"),
+    ):
+        cells = [f"{each['ms'][key]['median']:.3f}" for each in shapes]
+        assert f"| {line} | {' | '.join(cells)} |" in text
+    shares = [each["ms"]["nearest"]["median"] / each["ms"]["top_k_layer_forward"]["median"] for each in shapes]
+    assert f"| rounding / the layer's forward | {' | '.join(f'{100 * share:.1f} %' for share in shares)} |" in text
+    # What the routing was to cost at most.
+    assert shares[0] < 0.1

@@ -41,6 +41,19 @@ def test_its_numbers_by_another_way() -> None:
     assert f"{memory['layer'] / 2**30:.3f} GiB |" in numbers.README.read_text(encoding="utf-8")
 
 
+def test_token_roundings_numbers_by_another_way() -> None:
+    shape = {"T": 16384, "d": 4096, "n": 1024, "E": 512, "K": 8}
+    found = [
+        row
+        for row in COMMITTED
+        if (row["record"], row["operation"], row["pass"], row["shape"]) == ("ratio", "moe_layer", "forward", shape)
+        and row["routing"]["distribution"] == "uniform" and row.get("denominator_routing", {}).get("method") == "nearest"
+    ]  # fmt: skip
+    row = max(found, key=lambda row: row["timestamp"])
+    per_row = row["value"] * row["denominator_routing"]["routed_rows"] / row["routing"]["routed_rows"]
+    assert f"rounding's own time included | 1.16× | {per_row:.2f}× [" in numbers.README.read_text(encoding="utf-8")
+
+
 def test_the_papers_ratios() -> None:
     # The abstract's 1.86, from Figure 14's bars.
     ours = numbers.paper_time("sonicmoe_official", rows.HEADLINE_SHAPE, "forward_backward")
