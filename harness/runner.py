@@ -149,6 +149,7 @@ class Runner:
         groups: dict[tuple[str, ...], list[Work]] = defaultdict(list)
         for work in works:
             groups[work.group].append(work)
+        self._codes: dict[str, str] = {}
         self.jobs: list[Job] = []
         done = self._done() if resume else set()
         for work in (work for group in groups.values() for work in group):
@@ -195,7 +196,7 @@ class Runner:
         found = [i for i in known if i is not None]
         distributions = ["torch", "triton", *(d for i in found for d in i.distributions)]
         packages = {name: package_version(name) for name in distributions}
-        code = "".join(code_hash(implementation) for implementation in found) or harness_hash()
+        code = "".join(map(self._code, found)) or harness_hash()
         where = "fake" if work.kind == "fake" else (self._gpu or "no GPU") if point.device == "cuda" else "cpu"
         bases = {}
         for pass_ in work.passes:
@@ -210,6 +211,12 @@ class Runner:
             )
             bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}
         return Job(work, bases, self._refusal(work, known))
+
+    def _code(self, implementation: Implementation) -> str:
+        """`code_hash`, once for a sweep: it reads and parses all that a plugin imports."""
+        if implementation.name not in self._codes:
+            self._codes[implementation.name] = code_hash(implementation)
+        return self._codes[implementation.name]
 
     def _refusal(self, work: Work, known: Sequence[Implementation | None]) -> tuple[str, str] | None:
         if work.kind == "account":
