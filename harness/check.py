@@ -13,7 +13,7 @@ from rich.markup import escape
 from harness.environment import gpu_name
 from harness.errors import UserError
 from harness.interface import DISTRIBUTIONS, DTYPES, Implementation, Point, RoutingSpec
-from harness.operations import RoutedExperts, get_operation
+from harness.operations import RoutedExperts, get_operation, variants_of
 from harness.points import point_to_dict
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
 from harness.registry import choices, installed_reason, load_registry, refusal
@@ -29,7 +29,7 @@ class _Lines:
 
     def __init__(self, out: Console, plugins: Sequence[Implementation], distributions: Sequence[str]) -> None:
         self._out = out
-        names = [_name(p, o, v) for p in plugins for o in p.operations for v in p.variants.get(o, ("",))]
+        names = [_name(p, o, v) for p in plugins for o in p.operations for v in variants_of(p, o)]
         columns = (names, list(DTYPES), list(distributions), ["not installed"])
         self._widths = [max(map(len, [head, *cells])) for head, cells in zip(_HEADINGS, columns, strict=False)]
         self.add(*_HEADINGS, style="bold")
@@ -78,7 +78,8 @@ def check_implementations(
 
 def _name(plugin: Implementation, operation: str, variant: str) -> str:
     """What a line calls it: with the operation where it is another than the layer itself."""
-    return " ".join(part for part in (plugin.name, variant or operation.removeprefix("moe_layer")) if part)
+    named = operation.removeprefix("moe_layer").removeprefix("dense_bound")
+    return " ".join(part for part in (plugin.name, named, variant) if part)
 
 
 def _device(plugin: Implementation, has_gpu: bool) -> str:
@@ -107,7 +108,7 @@ def _check_one(
     worker: WorkerProcess | None = None
     try:
         for operation in plugin.operations:
-            for variant in plugin.variants.get(operation, ("",)):
+            for variant in variants_of(plugin, operation):
                 for distribution in distributions or DISTRIBUTIONS:
                     routing = RoutingSpec(distribution=distribution)
                     if operation == RoutedExperts.name:

@@ -9,7 +9,7 @@ import contextlib
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,6 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness.errors import UserError
+
+if TYPE_CHECKING:
+    from harness.interface import Implementation
 
 app = typer.Typer(
     name="moebench",
@@ -46,6 +49,15 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _operations_of(plugin: Implementation) -> str:
+    """For a narrow column: one a line, single kernels as a number where they are many."""
+    from harness.interface import KERNELS
+
+    others = [operation for operation in plugin.operations if operation not in KERNELS]
+    kernels = [operation for operation in plugin.operations if operation in KERNELS]
+    return "\n".join([*others, *(kernels if len(kernels) < 3 else [f"{len(kernels)} kernels"])])
+
+
 @app.command("list")
 def list_() -> None:
     """List implementations, operations and sweeps."""
@@ -58,7 +70,7 @@ def list_() -> None:
     for plugin in registry.all():
         installed = "no" if installed_reason(plugin) else "yes"
         dtypes = " ".join({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[d] for d in plugin.dtypes)
-        cells = (" ".join(plugin.operations), " ".join(plugin.devices), dtypes)
+        cells = (_operations_of(plugin), " ".join(plugin.devices), dtypes)
         table.add_row(plugin.name, plugin.label, *cells, installed)
     out.print(table)
     for broken in registry.broken:

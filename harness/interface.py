@@ -6,9 +6,9 @@ Correctness, timing, memory, records and figures come for free. `implementations
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,16 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DISTRIBUTIONS = ("uniform", "skewed", "one_group", "empty_experts")
 ROUTER_CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
+#: Operations on single kernels.
+KERNELS = (
+    "grouped_gemm",
+    "grouped_gemm_gather_m",
+    "grouped_gemm_gather_k",
+    "hidden_gradient",
+    "down_aggregation",
+    "expert_aggregation",
+    "topk_router",
+)
 GRADIENTS = ("grad_x", "grad_gate", "grad_up", "grad_down", "grad_router")
 
 
@@ -74,6 +84,24 @@ class Point:
         return DTYPES[self.dtype]
 
 
+@dataclass(frozen=True)
+class RoutedRows:
+    """Where the rows of a grouped GEMM come from and go to: row r of expert e, expert_offsets[e] <= r <
+    expert_offsets[e + 1], belongs to token gather[r]; within an expert rows are ordered by token.
+
+    Attributes:
+        scores: (T, K), fp32, the weight of each of a token's experts.
+        indices: (T, K), int64, the experts.
+        gather: (R,), int32. reverse: (T, K), int32, the row of each (token, k). expert_offsets: (E + 1,), int32.
+    """
+
+    scores: Tensor
+    indices: Tensor
+    gather: Tensor
+    reverse: Tensor
+    expert_offsets: Tensor
+
+
 @dataclass
 class Problem:
     """Seeded random inputs of one point, in canonical layout, on the device.
@@ -83,6 +111,9 @@ class Problem:
         gate, up: (E, n, d); down: (E, d, n); router: (E, d). Weights scaled as a trained layer's.
         grad_output: (T, d), the gradient that arrives from the next layer.
         routing: of the operation ``routed_experts`` only: which experts each token has, with which weights.
+        rows: of the operations on single kernels only: the routed rows. ``x`` is then what the operation says, the
+            weights and ``grad_output`` are empty, and there is no backward.
+        operands: of those operations, what the kernel reads beside ``x``, by name.
     """
 
     point: Point
@@ -93,6 +124,12 @@ class Problem:
     router: Tensor
     grad_output: Tensor
     routing: GeneralRouting | None = None
+    rows: RoutedRows | None = None
+    operands: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def forward_only(self) -> bool:
+        return self.rows is not None
 
     @property
     def shape(self) -> MoEShape:
@@ -139,6 +176,29 @@ class Layer(ABC):
         torch.autograd.grad(self.forward(x), [x, *self.parameters()], problem.grad_output)
 
 
+class Kernel(Layer):
+    """What a plugin builds for an operation on single kernels: a forward alone, called without gradients."""
+
+    def parameters(self) -> Sequence[Tensor]:
+        """None: operands are the kernel's own."""
+        return ()
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Any:
+        """What the operation says of the problem's ``x`` (see `harness.operations`); ``x`` is another at each call."""
+
+    def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {}
+
+    def outputs(self, found: Any) -> dict[str, Tensor]:
+        """What `forward` returned, by the operation's names and in its layout: views, not copies, where that can be."""
+        return {"output": found}
+
+    def call_once(self, problem: Problem) -> None:
+        with torch.no_grad():
+            self.forward(problem.x)
+
+
 class Implementation(ABC):
     """A plugin. The module imports only the standard library, torch and the harness at module level; its package
     is imported inside `build`, in a worker process."""
@@ -157,12 +217,16 @@ class Implementation(ABC):
     conventions: ClassVar[Sequence[str]] = ("topk_softmax",)
     #: Routing methods of its ``moe_layer``; ``routed_experts``, which is handed a routing, takes any.
     routing_methods: ClassVar[Sequence[str]] = ("top_k",)
-    #: Other operations' variants, e.g. {"dense_bound": ("gemm", "gemm_glue")}.
+    #: Variants of an operation where it does not offer all of them, e.g. {"expert_aggregation": ("gather",)}.
     variants: ClassVar[dict[str, Sequence[str]]] = {}
     #: A sentence where a CUDA graph can never capture it (a host synchronisation, say); None: try.
     no_graph_reason: ClassVar[str | None] = None
-    #: Part of a kernel's name in lower case -> its role in the breakdown (router, gather, up, activation, down,
-    #: aggregation, dH, dW1, dW2, dX; grouped_gemm or dW where one name serves several); the first match wins.
+    #: Part of a kernel's name in lower case -> its role in the breakdown of a layer; the first match wins. router (its
+    #: GEMMs, top-K, sorting, metadata, and their gradients), gather (rows brought into the experts' order, or back),
+    #: up, activation, down, aggregation (of dX's rows too, and the gradients of its weights), dH, dW1, dW2, dX (the sum
+    #: of its two terms too). Where one name serves several: grouped_gemm; gemm (dense ones, of experts one by one or in
+    #: a batch); dW; pointwise (products, sums and casts in kernels of their own); fill (zeroing). No role is better
+    #: than a wrong one.
     kernel_roles: ClassVar[Sequence[tuple[str, str]]] = ()
     #: Can it run under fake tensors on the CPU (for held memory at full scale)?
     fake_tensors: ClassVar[bool] = False
@@ -179,7 +243,8 @@ class Implementation(ABC):
         methods = self.routing_methods if point.operation == "moe_layer" else ("top_k",)
         if point.operation != "routed_experts" and point.routing.method not in methods:
             return f"{self.label} has no {point.operation} with the routing method {point.routing.method}"
-        if point.operation == "moe_layer" and point.layer.router_convention not in self.conventions:
+        routers = ("moe_layer", "topk_router")
+        if point.operation in routers and point.layer.router_convention not in self.conventions:
             return f"{self.label} has no router of the convention {point.layer.router_convention}"
         if point.layer.activation != "swiglu" or point.layer.bias:
             return f"{self.label} is set up here for SwiGLU experts without bias only"

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ import torch
 from harness.accounts import account
 from harness.compilation import CompilationCounter
 from harness.correctness import Correctness, forward_backward
-from harness.costs import ELEMENT_BYTES, algorithm_bytes, boundary_bytes, floors_ms, model_flops
+from harness.costs import floors_ms
 from harness.environment import GpuMonitor, environment
 from harness.gpus import rates_of
-from harness.interface import Implementation, Layer, Point, Problem
+from harness.interface import Implementation, Kernel, Layer, Point, Problem
 from harness.memory import cuda_memory, tracked_memory
 from harness.operations import get_operation
 from harness.points import row_fields
@@ -165,7 +165,7 @@ def check_point(point: Point, implementation: Implementation, context: Context) 
 
 def _without_weights(problem: Problem) -> Problem:
     empty = torch.empty(0, dtype=problem.x.dtype)
-    return Problem(problem.point, problem.x, empty, empty, empty, empty, problem.grad_output, problem.routing)
+    return replace(problem, gate=empty, up=empty, down=empty, router=empty, operands={})
 
 
 def _outcome(built: Built, point: Point) -> dict[str, int]:
@@ -214,7 +214,9 @@ def measure_point(
     }
     rows = point.shape.routed_rows
     padded = rows
-    if built.correctness.counts is not None and point.operation in ("moe_layer", "routed_experts"):
+    if sizes := operation.sizes(point):
+        common["problem"] = sizes
+    if built.correctness.counts is not None and operation.reports_routing:
         outcome = _outcome(built, point)
         common["routing"] = {**common["routing"], **outcome}
         rows, padded = outcome["routed_rows"], outcome["padded_rows"]
@@ -272,7 +274,6 @@ def measure_point(
         compiled_while_timing = compilations.since_start()
 
     rates = rates_of(str(machine.get("gpu") or ""))
-    b = ELEMENT_BYTES[point.dtype]
     for pass_ in passes:
         row: Row = {**bases[pass_], **common, "timestamp": utc_now(), "status": "ok", "reason": ""}
         latency = {**summarise(host.of(pass_)), "mode": settings.mode}
@@ -280,8 +281,9 @@ def measure_point(
         row["stop_criterion"] = host.stop_criterion
         row["dropped_samples"] = _dropped([s for s in (host, device) if s is not None])
         row["backward_method"] = "direct"
-        flops = model_flops(point.shape, pass_, rows)
+        flops, bytes_ = operation.flops(point, pass_, rows), operation.algorithm_bytes(point, pass_, rows)
         tflops: dict[str, float] = {"host": flops / latency["median"] / 1e9}
+        gb_per_s: dict[str, float] = {"host": bytes_ / latency["median"] / 1e6}
         device_median = None
         if on_cuda:
             busy_of_pass = _of_pass(busy, pass_)
@@ -293,15 +295,17 @@ def measure_point(
                 row["device_ms"] = {**row["busy_ms"], "basis": "busy", "basis_reason": basis_reason}
             device_median = float(row["device_ms"]["median"])
             tflops["device"] = flops / device_median / 1e9
-            tflops["hardware"] = model_flops(point.shape, pass_, padded) / device_median / 1e9
+            tflops["hardware"] = operation.flops(point, pass_, padded) / device_median / 1e9
+            gb_per_s["device"] = bytes_ / device_median / 1e6
             row["kernels"] = breakdown(found, "p", pass_, implementation.kernel_role)
             row["environment"] = {**machine, "during_samples": clock_fields((device or host).states)}
-        row["tflops"] = tflops
-        router = point.operation != "routed_experts"
-        bytes_ = algorithm_bytes(point.shape, pass_, b, rows, router)
+        if flops:
+            row["tflops"] = tflops
+        if operation.reports_bandwidth:
+            row["gb_per_s"] = gb_per_s
         row["costs"] = {
             "flops": flops,
-            "boundary_bytes": boundary_bytes(point.shape, pass_, b, router),
+            "boundary_bytes": operation.boundary_bytes(point, pass_, rows),
             "algorithm_bytes": bytes_,
         }
         if rates is not None and device_median is not None:
@@ -324,26 +328,39 @@ def _graph_samples(built: Built, context: Context, allow_graph: bool) -> tuple[S
         return None, reason
     assert context.evict is not None
     problem = built.problems[0]
-    eager, eager_gradients = forward_backward(built.layer, problem.x, problem.grad_output)
+    eager = _results(built.layer, problem)
     try:
         calls = GraphCalls(built.layer, built.problems, context.evict)
     except GraphCapturedError as error:
         context.poisoned = True
         return None, f"cannot be captured in a CUDA graph: {error}"
     calls(0)
-    replayed, gradients = calls.outputs()
-    for name, value, expected in (("output", replayed, eager), ("gradient of x", gradients[0], eager_gradients[0])):
-        assert value is not None and expected is not None
-        difference = torch.linalg.vector_norm(value.float() - expected.float())
+    replayed = _named(built.layer, *calls.outputs())
+    for name, expected in eager.items():
+        difference = torch.linalg.vector_norm(replayed[name].float() - expected.float())
         if not bool(difference <= 1e-2 * torch.linalg.vector_norm(expected.float())):
             context.poisoned = True
             return None, f"the replayed CUDA graph gives another {name} than the call that it captured"
-    del eager, eager_gradients
+    del eager, replayed
     for index in range(2):
         calls(index)
     if context.settings.mode == "sustained":
         heat(calls, context.settings.heat_s)
     return sample_steadily(calls, context.settings, context.monitor), ""
+
+
+def _named(layer: Layer, output: Any, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """What a replay is compared by."""
+    if isinstance(layer, Kernel):
+        return layer.outputs(output)
+    assert gradients[0] is not None
+    return {"output": output, "gradient of x": gradients[0]}
+
+
+def _results(layer: Layer, problem: Problem) -> dict[str, torch.Tensor]:
+    if problem.forward_only:
+        return _named(layer, layer.forward(problem.x), ())
+    return _named(layer, *forward_backward(layer, problem.x, problem.grad_output))
 
 
 def _of_pass(samples: Sequence[Sample], pass_: str) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from harness.interface import Layer, Problem
-from harness.timing import L2Eviction, Sample, _backward, _leaves
+from harness.timing import L2Eviction, Sample, _backward, _input, _leaves
 
 #: Clock cycles that a marker spins: long enough to be a kernel, short enough not to matter.
 _MARKER_CYCLES = 1000
@@ -114,23 +114,26 @@ class WindowedCalls:
 
     def __call__(self, index: int) -> Sample:
         problem = self._problems[index % len(self._problems)]
-        x = problem.x.detach().requires_grad_()
+        x = _input(problem)
         leaves = _leaves(self._layer, x)
         with self._window("forward", index):
             output = self._layer.forward(x)
+        if problem.forward_only:
+            return 0.0, 0.0
         with self._window("backward", index):
             _backward(output, leaves, problem.grad_output)
         return 0.0, 0.0
 
 
 def busy_samples(found: dict[str, list[KernelInterval]], tag: str) -> list[Sample]:
-    """Busy milliseconds of each call of ``tag``: (forward, backward), in the order of the calls."""
+    """Busy milliseconds of each call of ``tag``: (forward, backward), in the order of the calls; 0 for a pass that was
+    not called."""
     busy: dict[int, dict[str, float]] = defaultdict(dict)
     for window, kernels in found.items():
         name, pass_, index = window.rsplit(":", 2)
         if name == tag:
             busy[int(index)][pass_] = union_ns(kernels) / 1e6
-    return [(b["forward"], b["backward"]) for _, b in sorted(busy.items()) if {"forward", "backward"} <= b.keys()]
+    return [(b.get("forward", 0.0), b.get("backward", 0.0)) for _, b in sorted(busy.items())]
 
 
 def breakdown(

@@ -14,6 +14,8 @@ from rich.table import Table
 from harness import store
 from harness.environment import environment, gpu_name
 from harness.errors import UserError
+from harness.interface import Point
+from harness.operations import get_operation
 from harness.record import MODES, gpu_slug
 from harness.registry import ROOT, Registry, load_registry
 from harness.runner import FAILED, Job, Runner, Summary, Work
@@ -22,20 +24,33 @@ from harness.timing import TimingSettings
 
 RESULTS = ROOT / "results"
 #: What `reproduce` runs with a GPU and without one.
-GPU_SWEEPS = ("paper_layers", "granularity", "sparsity", "token_rounding")
+GPU_SWEEPS = (
+    "paper_layers",
+    "granularity",
+    "sparsity",
+    "token_rounding",
+    "kernels",
+    "ablations",
+    "open_models",
+)
 CPU_SWEEPS = ("cpu", "token_rounding")
 
 
 def works_of(sweep: Sweep) -> list[Work]:
-    """Points, then ratios, then fake-tensor traces, then accounts of routings."""
-    passes = sweep.options.passes
-    works = [Work("point", point, passes) for point in sweep.points]
+    """Points, then ratios, then fake-tensor traces, then accounts of routings; of the passes those that there are."""
+    works = [Work("point", point, _passes(point, sweep.options.passes)) for point in sweep.points]
     works += [
-        Work("ratio", ratio.point, ratio.passes, ratio.denominator, ratio.denominator_point) for ratio in sweep.ratios
+        Work("ratio", ratio.point, _passes(ratio.point, ratio.passes), ratio.denominator, ratio.denominator_point)
+        for ratio in sweep.ratios
     ]
+    works = [work for work in works if work.passes]
     works += [Work("fake", point, ("forward_backward",)) for point in sweep.fakes]
     works += [Work("account", point, ("forward",)) for point in sweep.accounts]
     return works
+
+
+def _passes(point: Point, wanted: Sequence[str]) -> tuple[str, ...]:
+    return tuple(pass_ for pass_ in wanted if pass_ in get_operation(point.operation).passes)
 
 
 def results_folder(output: Path | None) -> Path:

@@ -78,7 +78,7 @@ from harness.interface import (
     Point,
     RoutingSpec,
 )
-from harness.operations import OPERATIONS, DenseBound, MoELayer, RoutedExperts
+from harness.operations import OPERATIONS, DenseBound, MoELayer, RoutedExperts, variants_of
 from harness.record import MODES, PASSES
 from harness.registry import ROOT, Registry, choices
 from harness.shapes import MoEShape
@@ -563,7 +563,7 @@ class _Reader:
             if implementation is None:
                 broken.append(name)
             else:
-                offered[name] = list(implementation.variants.get(operation, ("",)))
+                offered[name] = list(variants_of(implementation, operation))
         every = list(dict.fromkeys(variant for found in offered.values() for variant in found)) or [""]
         if "variants" in entry:
             key = f"{where}.variants"

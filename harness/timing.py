@@ -22,7 +22,7 @@ from harness.environment import GpuMonitor, is_slowdown
 from harness.interface import Layer, Problem
 from harness.statistics import median_interval, relative_width
 
-#: One sample: milliseconds of the forward and of the backward.
+#: One sample: milliseconds of the forward and of the backward (0 where there is none).
 Sample = tuple[float, float]
 
 
@@ -139,6 +139,11 @@ def _leaves(layer: Layer, x: Tensor) -> list[Tensor]:
     return [x, *layer.parameters()]
 
 
+def _input(problem: Problem) -> Tensor:
+    """The problem's x as a leaf of its own; without gradients where there is no backward."""
+    return problem.x.detach().requires_grad_(not problem.forward_only)
+
+
 def _backward(output: Tensor, leaves: Sequence[Tensor], grad_output: Tensor) -> None:
     torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
 
@@ -154,7 +159,7 @@ class HostCalls:
 
     def __call__(self, index: int) -> Sample:
         problem = self._problems[index % len(self._problems)]
-        x = problem.x.detach().requires_grad_()
+        x = _input(problem)
         leaves = _leaves(self._layer, x)
         e = self._events
         self._evict()
@@ -162,6 +167,9 @@ class HostCalls:
         e[0].record()
         output = self._layer.forward(x)
         e[1].record()
+        if problem.forward_only:
+            torch.cuda.synchronize()
+            return e[0].elapsed_time(e[1]), 0.0
         self._evict()
         torch.cuda.synchronize()
         e[2].record()
@@ -180,11 +188,13 @@ class CpuCalls:
 
     def __call__(self, index: int) -> Sample:
         problem = self._problems[index % len(self._problems)]
-        x = problem.x.detach().requires_grad_()
+        x = _input(problem)
         leaves = _leaves(self._layer, x)
         t0 = time.perf_counter()
         output = self._layer.forward(x)
         t1 = time.perf_counter()
+        if problem.forward_only:
+            return (t1 - t0) * 1e3, 0.0
         _backward(output, leaves, problem.grad_output)
         return (t1 - t0) * 1e3, (time.perf_counter() - t1) * 1e3
 
@@ -203,7 +213,9 @@ class GraphCalls:
     def __init__(self, layer: Layer, problems: Sequence[Problem], evict: L2Eviction) -> None:
         self._problems = problems
         self._evict = evict
-        self._x = problems[0].x.detach().clone().requires_grad_()
+        self._x = problems[0].x.detach().clone().requires_grad_(not problems[0].forward_only)
+        self._forward_only = problems[0].forward_only
+        self._gradients: Sequence[Tensor | None] = ()
         self._grad_output = problems[0].grad_output.clone()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         leaves = _leaves(layer, self._x)
@@ -212,24 +224,28 @@ class GraphCalls:
         try:
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    _backward(layer.forward(self._x), leaves, self._grad_output)
+                    output = layer.forward(self._x)
+                    if not self._forward_only:
+                        _backward(output, leaves, self._grad_output)
             torch.cuda.synchronize()
             self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             pool = torch.cuda.graph_pool_handle()
             with torch.cuda.graph(self.forward_graph, pool=pool, stream=stream):
                 output = layer.forward(self._x)
-            with torch.cuda.graph(self.backward_graph, pool=pool, stream=stream):
-                self._gradients = torch.autograd.grad(output, leaves, self._grad_output, allow_unused=True)
-            self._output = output.detach()
+            if not self._forward_only:
+                with torch.cuda.graph(self.backward_graph, pool=pool, stream=stream):
+                    self._gradients = torch.autograd.grad(output, leaves, self._grad_output, allow_unused=True)
+            self._output = output if self._forward_only else output.detach()
             for _ in range(2):
                 self.forward_graph.replay()
-                self.backward_graph.replay()
+                if not self._forward_only:
+                    self.backward_graph.replay()
             torch.cuda.synchronize()
         except Exception as error:
             raise GraphCapturedError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
-    def outputs(self) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The captured output and gradients (x first), as of the last replay."""
+    def outputs(self) -> tuple[Any, Sequence[Tensor | None]]:
+        """The captured output and gradients (x first; none without a backward), as of the last replay."""
         return self._output, self._gradients
 
     def load(self, index: int) -> None:
@@ -247,6 +263,9 @@ class GraphCalls:
         e[0].record()
         self.forward_graph.replay()
         e[1].record()
+        if self._forward_only:
+            torch.cuda.synchronize()
+            return e[0].elapsed_time(e[1]), 0.0
         self._evict()
         e[2].record()
         self.backward_graph.replay()

@@ -248,11 +248,36 @@ def build_with_glue(problem: Problem, make_layer: Callable[[Glue], Layer]) -> La
     return layer
 
 
-#: `Implementation.kernel_roles` of these plugins; one GEMM kernel serves several roles and claims none.
+#: Torch's kernels of a router: scores, order, prefix sums and counts, permutations, integers, and casts of logits and
+#: scores.
+ROUTER_ROLES = tuple(
+    (part, "router")
+    for part in (
+        *("topk", "softmax", "sort", "fill_reverse_indices", "searchsorted", "devicescan", "histogram"),
+        *("scatter_gather", "index_kernel", "index_put", "index_copy", "arange", "memcpy dtoh"),
+        *("_add<int>", "_add<long>", "functor<int", "functor<long", "reduceop<int", "reduceop<long"),
+        *("direct_copy_kernel", "bfloat16_copy_kernel"),
+    )
+)
+#: `Implementation.kernel_roles` of plugins that multiply with `grouped_mm`: one kernel serves the six GEMMs of the
+#: experts, and dense GEMMs are the router's.
 KERNEL_ROLES = (
-    *((part, "router") for part in ("topk", "softmax", "sort", "searchsorted", "scatter")),
+    *ROUTER_ROLES,
+    *((part, "grouped_gemm") for part in ("groupproblemshape", "grouped_gemm")),
     *((part, "activation") for part in ("sigmoid", "silu")),
     ("triton_poi_fused__to_copy_add_index_select", "aggregation"),
     ("triton_poi_fused_add_index_select", "aggregation"),
-    *((part, "gather") for part in ("indexselect", "index_select")),
+    # The scores' gradient, from the rows that were added up.
+    ("triton_red_fused__to_copy_index_select_mul_select_stack_sum", "aggregation"),
+    *((part, "gather") for part in ("indexselect", "index_select", "vectorized_gather")),
+    # Autograd adds the router's term to that of the experts.
+    ("cudafunctor_add<c10::bfloat16>", "dX"),
+    *((part, "fill") for part in ("masked_fill", "fillfunctor", "memset")),
+    *((part, "router") for part in ("nvjet", "cublas", "gemm")),
+)
+#: Dense GEMMs of experts one by one or in a batch, the router's among them. At the end of cuBLAS' names stand three
+#: letters, of which the first two say what is transposed: NT is aᵀ·b over an expert's rows, a weight gradient.
+DENSE_GEMM_ROLES = (
+    *((part, "dW") for part in ("_ntn", "_ntt")),
+    *((part, "gemm") for part in ("nvjet", "cublas", "gemm")),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from harness.interface import Implementation, Layer, Point, Problem
+from implementations._torch_ops import DENSE_GEMM_ROLES
 
 
 def _swiglu(h: Tensor) -> Tensor:
@@ -145,7 +146,12 @@ class CublasBound(Implementation):
     devices = ("cuda", "cpu")
     dtypes = ("bfloat16", "float16", "float32")
     variants: ClassVar[dict[str, Sequence[str]]] = {"dense_bound": ("gemm", "gemm_glue")}
-    kernel_roles = (("bound_swiglu", "activation"), ("bound_sum_rows", "aggregation"))
+    kernel_roles = (
+        ("bound_swiglu", "activation"),
+        ("bound_sum_rows", "aggregation"),
+        *DENSE_GEMM_ROLES,
+        ("memset", "fill"),
+    )
 
     def restriction(self, point: Point) -> str | None:
         if point.variant not in self.variants["dense_bound"]:

@@ -12,11 +12,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from harness.interface import Implementation, Layer, Point, Problem
-from implementations._torch_ops import sort_by_expert
-
-#: Rows to which each expert's group is padded: the M tile of the contiguous layout, and the unit of the
-#: weight gradients' contraction.
-ALIGNMENT = 128
+from implementations._deepgemm_ops import ALIGNMENT, load, multiply, multiply_back, weight_gradient
+from implementations._torch_ops import ROUTER_ROLES, sort_by_expert
 
 
 class _Groups(NamedTuple):
@@ -138,25 +135,15 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: _Groups, deep_gemm: ModuleType) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.groups, ctx.deep_gemm = groups, deep_gemm
-        out = rows.new_empty(rows.shape[0], weight.shape[1])
-        if rows.shape[0]:
-            # DLPack, through which the tensors pass, refuses leaves that require a gradient.
-            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(rows.detach(), weight.detach(), out, groups.expert_of_row)
-        return out
+        return multiply(deep_gemm, rows, weight, groups.expert_of_row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = (saved.detach() for saved in ctx.saved_tensors)
+        rows, weight = ctx.saved_tensors
         groups: _Groups = ctx.groups
-        grad = grads[0].detach().contiguous()
-        grad_rows = torch.empty_like(rows)
-        # The kernel over varying K always accumulates and skips empty groups, so its output starts at zero.
-        grad_weight = torch.zeros_like(weight)
-        if rows.shape[0]:
-            ctx.deep_gemm.m_grouped_bf16_gemm_nn_contiguous(grad, weight, grad_rows, groups.expert_of_row)
-            ctx.deep_gemm.k_grouped_bf16_gemm_tn_contiguous(
-                grad, rows, grad_weight, groups.padded_host, groups.padded, grad_weight
-            )
+        grad = grads[0].contiguous()
+        grad_rows = multiply_back(ctx.deep_gemm, grad, weight, groups.expert_of_row)
+        grad_weight = weight_gradient(ctx.deep_gemm, grad, rows, groups.padded, groups.padded_host)
         return grad_rows, grad_weight, None, None
 
 
@@ -216,14 +203,25 @@ class DeepGemm(Implementation):
     requires: ClassVar[dict[str, str]] = {
         "deep_gemm": "pip install --no-deps -r requirements/deepgemm.txt (needs nvcc of CUDA 12.9 or newer and torch)"
     }
-    distributions = ("sgl-deep-gemm", "apache-tvm-ffi")
+    distributions: ClassVar[Sequence[str]] = ("sgl-deep-gemm", "apache-tvm-ffi")
     no_graph_reason = (
         "DeepGEMM's grouped GEMM over varying K needs every expert's row count on the host, so each forward "
         "synchronises with it"
     )
+    #: Of the GEMMs: see `_gemm_role`. `_take` reads by 32-bit indices, `_sum` by 64-bit ones.
     kernel_roles = (
         ("silu", "activation"),
-        *((part, "router") for part in ("softmax", "topk", "radixsort", "sort_by_key", "bitonicsort")),
+        ("vectorized_gather_kernel<16, int>", "gather"),
+        ("vectorized_gather_kernel<16, long>", "aggregation"),
+        ("sum_functor<c10::bfloat16, float, c10::bfloat16>", "aggregation"),
+        # The products of `_WeightedSwiGLU`, and their sums, which are the weights' gradients.
+        ("sum_functor<c10::bfloat16, float, float>", "activation"),
+        ("binaryfunctor<c10::bfloat16, c10::bfloat16, c10::bfloat16, at::native::binary_internal::mul", "activation"),
+        # Autograd adds the router's term to that of the experts.
+        ("cudafunctor_add<c10::bfloat16>", "dX"),
+        *((part, "fill") for part in ("fillfunctor", "memset")),
+        *((part, "router") for part in ("nvjet", "cublas", "compute_cuda_kernel")),  # the last: repeat_interleave
+        *ROUTER_ROLES,
     )
 
     def __init__(self) -> None:
@@ -237,14 +235,12 @@ class DeepGemm(Implementation):
             )
         return None
 
-    def build(self, problem: Problem) -> Layer:
-        import deep_gemm
+    def _layer(self, problem: Problem, deep_gemm: ModuleType) -> Layer:
+        return DeepGemmLayer(problem, deep_gemm)
 
-        alignment = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
-        if alignment != ALIGNMENT:
-            raise RuntimeError(f"this DeepGEMM aligns groups to {alignment} rows, the plugin pads to {ALIGNMENT}")
+    def build(self, problem: Problem) -> Layer:
         self._sizes = (problem.shape.d, problem.shape.n)
-        layer = DeepGemmLayer(problem, deep_gemm)
+        layer = self._layer(problem, load())
         # Its kernels are compiled when first called, seconds each, keyed by shape and by the tile that the number of
         # rows favours; the real data choose the tiles that will be timed.
         layer.call_once(problem)
@@ -258,7 +254,9 @@ class DeepGemm(Implementation):
         return super().kernel_role(name)
 
     def _gemm_role(self, name: str) -> str | None:
-        """Which of the six GEMMs, by the kernel's compile-time M, N, K (0: not fixed) and the built sizes."""
+        """Which of the six GEMMs, by the kernel's compile-time M, N, K (0: not fixed) and the built sizes; where two
+        have equal ones (d = 2n, d = n), by how the weights lie: K-major (0) in the forward, N-major (1) for dX and dH.
+        """
         arguments = name.split("sm90_bf16_gemm_impl", 1)[1]
         # Demangled "…Major)0, (…Major)0, 0u, 512u, 1536u, …", or mangled "…E0ELS…_0ELj0ELj512ELj1536E…".
         found = re.search(r"(?:, |Lj)(\d+)(?:u?, |ELj)(\d+)(?:u?, |ELj)(\d+)", arguments)
@@ -268,4 +266,6 @@ class DeepGemm(Implementation):
         m_size, n_size, k_size = (int(size) for size in found.groups())
         if m_size:
             return {(2 * n, d): "dW1", (d, n): "dW2"}.get((m_size, n_size))
-        return {(2 * n, d): "up", (d, n): "down", (n, d): "dH", (d, 2 * n): "dX"}.get((n_size, k_size))
+        k_major = re.search(r"(?:Major\)|MajorE)\d(?:, \(cute::UMMA::Major\)|ELS\d*_)0", arguments)
+        forward, backward = {(2 * n, d): "up", (d, n): "down"}, {(n, d): "dH", (d, 2 * n): "dX"}
+        return (backward | forward if k_major else forward | backward).get((n_size, k_size))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
+from implementations._torch_ops import DENSE_GEMM_ROLES, ROUTER_ROLES
 
 
 class MegaBlocksLayer(Layer):
@@ -58,20 +59,20 @@ class MegaBlocks(Implementation):
     dtypes = ("bfloat16",)  # all that grouped-gemm computes in
     conventions = ROUTER_CONVENTIONS
     no_graph_reason = "MegaBlocks copies the tokens per expert to the host in the middle of its forward"
-    #: cuBLAS' names do not tell the GEMMs apart (the
-    #: router's are among them), nor does the copy kernel's name tell the gather from the scatter.
+    #: cuBLAS' names tell weight gradients from the other GEMMs only (the router's are among both), and the copy
+    #: kernel's name does not tell the gather from the scatter. Products and sums serve several roles.
     kernel_roles = (
         ("_padded_copy_wgrad", "router"),
         ("_padded_copy", "gather"),
-        ("nvjet", "grouped_gemm"),
-        ("gemm", "grouped_gemm"),
+        *DENSE_GEMM_ROLES,
         ("silu", "activation"),
+        # Over a token's K weights, where they are normalised; over its K rows otherwise.
+        ("reduce_kernel<512", "router"),
         ("sum_functor", "aggregation"),
-        ("topk", "router"),
-        ("sort", "router"),
-        ("histogram", "router"),
-        ("scan", "router"),
-        ("softmax", "router"),
+        *((part, "pointwise") for part in ("mulfunctor", "cudafunctor_add<c10::bfloat16>")),
+        *((part, "fill") for part in ("fillfunctor", "memset")),
+        *((part, "router") for part in ("normoneops", "divfunctor")),
+        *ROUTER_ROLES,
     )
 
     def restriction(self, point: Point) -> str | None:
@@ -88,8 +89,10 @@ class MegaBlocks(Implementation):
 
     def build(self, problem: Problem) -> Layer:
         notes = [
-            # Under these versions its kernels multiply 16-bit block numbers by 128 in 16 bits: wrong past 32768 rows.
-            "mlp_impl=grouped: the block-sparse path refuses Triton 3.2 and newer",
+            # Made to run anyway, its kernels multiply 16-bit block numbers by 128 in 16 bits: wrong past 32768 rows.
+            "mlp_impl=grouped, which MegaBlocks asks for with Triton 3.2 and newer: its block-sparse kernels, those of "
+            "the paper, refuse to run there",
+            "grouped: a cuBLAS GEMM for each expert (grouped-gemm as it installs), between a gather and a scatter",
             "router scores in the layer's dtype, as MegaBlocks computes them",
         ]
         from implementations import _megablocks_ops

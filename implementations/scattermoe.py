@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.interface import Implementation, Layer, Point, Problem
+from implementations._torch_ops import ROUTER_ROLES
 
 
 class ScatterMoELayer(Layer):
@@ -65,12 +66,16 @@ class ScatterMoE(Implementation):
         ("_group", "gather"),
         ("silu", "activation"),
         ("catarray", "activation"),
+        ("binaryfunctor<c10::bfloat16, c10::bfloat16, c10::bfloat16, at::native::binary_internal::mul", "activation"),
         ("sum_functor", "aggregation"),
-        ("topk", "router"),
-        ("sort", "router"),
-        ("histogram", "router"),
-        ("scan", "router"),
-        ("softmax", "router"),
+        # A token's K rows times its K weights is a batch of matrices of K rows or columns, hence tiles of 8 or none;
+        # so are the weights' gradients. cuBLAS' other kernels are the router's.
+        *((part, "aggregation") for part in ("tst_8x", "x8_64x", "gemv")),
+        # Autograd adds the router's term to that of the experts.
+        ("cudafunctor_add<c10::bfloat16>", "dX"),
+        *((part, "fill") for part in ("fillfunctor", "memset")),
+        *((part, "router") for part in ("nvjet", "cublas", "cumsum")),
+        *ROUTER_ROLES,
     )
 
     def restriction(self, point: Point) -> str | None:

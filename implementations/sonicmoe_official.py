@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.interface import Implementation, Layer, Point, Problem
+from harness.interface import KERNELS, Implementation, Layer, Point, Problem
+from implementations import _sonicmoe_official_kernels
 
 #: Part of a kernel's name (lower case) -> role; the first match wins. Down, dX, dW1 and dW2 are one kernel class,
 #: whose names differ by tile only; the aggregation kernel also sums dX; torch's small kernels permute S and dS.
-ROLES = {"gemmgated": "up", "gemmdgated": "dH", "gemmdefault": "gemm", "token_gather_sum": "aggregation"}
-ROLES |= {"cudafunctor_add": "dX"}
-ROLES |= dict.fromkeys(("topk", "partial_sum", "bitmatrix", "at::native", "nvjet", "gemm", "cublas"), "router")
+ROLES = {"gemmgated": "up", "gemmdgated": "dH", "gemmdefault": "grouped_gemm", "token_gather_sum": "aggregation"}
+ROLES |= {"cudafunctor_add": "dX", "memset": "fill"}
+ROLES |= dict.fromkeys(("topk", "partial_sum", "metadata", "searchsorted", "at::native", "cub::"), "router")
+ROLES |= dict.fromkeys(("nvjet", "gemm", "cublas"), "router")
 #: Router convention -> (softmax over the chosen logits only, divide the chosen probabilities by their sum).
 CONVENTIONS = {
     "topk_softmax": (True, False),
@@ -109,7 +111,7 @@ class SonicMoEOfficial(Implementation):
         "pip install --no-deps -r requirements/sonicmoe_official.txt (Python >= 3.12)",
     )
     distributions = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
-    operations = ("moe_layer", "routed_experts")
+    operations = ("moe_layer", "routed_experts", *KERNELS)
     conventions = tuple(CONVENTIONS)
     kernel_roles = tuple(ROLES.items())
 
@@ -141,7 +143,16 @@ class SonicMoEOfficial(Implementation):
             fresh.replace(entry)
         before = set(cache.glob("*/*.autotune.json"))
 
-        layer: Layer = SonicMoEOfficialLayer(problem) if problem.routing is None else SonicMoEOfficialExperts(problem)
+        layer: Layer
+        if problem.forward_only:
+            layer = _sonicmoe_official_kernels.build(problem, CONVENTIONS[problem.point.layer.router_convention])
+            path_note = "upstream's kernel as its layer calls it, the routing's metadata made before"
+        elif problem.routing is not None:
+            layer = SonicMoEOfficialExperts(problem)
+            path_note = "upstream's path for general routing, its sorting of the pairs included, in training mode"
+        else:
+            layer = SonicMoEOfficialLayer(problem)
+            path_note = "functional layer in training mode, without the load-balancing loss of upstream's module"
         import triton
         from sonicmoe.functional.reduction_over_k_gather import token_gather_sum_kernel as aggregation
 
@@ -153,11 +164,10 @@ class SonicMoEOfficial(Implementation):
         tuned = len(set(cache.glob("*/*.autotune.json")) - before)
         source = path if winners else "the machine's quack cache"
         layer.notes = [
-            "functional layer in training mode, without the load-balancing loss of upstream's module"
-            if problem.routing is None
-            else "upstream's path for general routing, its sorting of the pairs included, in training mode",
+            path_note,
             f"tiles of the six GEMMs: {tuned} tuned while building, the others from {source}",
         ]
-        if problem.routing is None and (shape.E % 8 or shape.E > 4096 or shape.K > 16):
+        routes = problem.point.operation in ("moe_layer", "topk_router")
+        if routes and (shape.E % 8 or shape.E > 4096 or shape.K > 16):
             layer.notes.append("top-K by torch: upstream's own kernel takes E % 8 = 0, E <= 4096 and K <= 16")
         return layer

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Problem
 from implementations._torch_ops import (
+    DENSE_GEMM_ROLES,
     KERNEL_ROLES,
     Glue,
     GroupedGemm,
@@ -149,5 +150,14 @@ class SonicMoETorch(Implementation):
     fake_tensors = True
     kernel_roles = KERNEL_ROLES
 
+    def __init__(self) -> None:
+        self._loops = False
+
+    def kernel_role(self, name: str) -> str | None:
+        # The loop multiplies with the same kernels as the router.
+        dense = next((role for part, role in DENSE_GEMM_ROLES if part in name.lower()), None)
+        return dense if self._loops and dense else super().kernel_role(name)
+
     def build(self, problem: Problem) -> Layer:
+        self._loops = not _on_device(problem.x, problem.shape.d, problem.shape.n)
         return build_with_glue(problem, lambda glue: _SonicLayer(problem, glue))

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Problem
 from harness.routing import expert_counts, router_scores
 from harness.token_rounding import ROUNDINGS, TOP_K, GeneralRouting, token_rounding, top_k
-from implementations._torch_ops import host_counts, sort_by_expert
+from implementations._torch_ops import DENSE_GEMM_ROLES, ROUTER_ROLES, host_counts, sort_by_expert
 
 
 class _LoopLayer(Layer):
@@ -149,6 +149,27 @@ class TorchLoop(Implementation):
     routing_methods = (TOP_K, *ROUNDINGS)
     no_graph_reason = "the number of rows of each expert is read on the host, which a CUDA graph cannot capture"
     fake_tensors = True
+    #: Weights and their gradients belong to the aggregation, which weighs rows in a kernel of its own.
+    kernel_roles = (
+        *DENSE_GEMM_ROLES,
+        ("silu", "activation"),
+        ("binaryfunctor<c10::bfloat16, c10::bfloat16, c10::bfloat16, at::native::binary_internal::mul", "activation"),
+        ("vectorized_gather", "gather"),
+        # Of one dimension: the gradients of scores. Of two: rows of the output, or of dX.
+        ("indexfunclargeindex<float, int, unsigned int, 1", "router"),
+        ("indexfunc", "aggregation"),
+        ("binaryfunctor<float, float, float, at::native::binary_internal::mul", "aggregation"),
+        ("sum_functor", "aggregation"),
+        ("cudafunctor_add<c10::bfloat16>", "dX"),
+        # The experts' gradients, one by one, become one tensor.
+        ("catarray", "dW"),
+        # Casts of logits, of the output and of its gradient.
+        *((part, "pointwise") for part in ("bfloat16_copy_kernel", "lambda(float)")),
+        *((part, "fill") for part in ("fillfunctor", "memset")),
+        # The scores of an expert's rows are gathered one by one, their gradients added up likewise.
+        ("cudafunctor_add<float>", "router"),
+        *ROUTER_ROLES,
+    )
 
     def build(self, problem: Problem) -> Layer:
         if problem.routing is not None:

@@ -8,7 +8,18 @@ from typing import Any
 
 import pandas as pd
 
-from plots import figure13_memory, figure14_throughput, granularity, headline, token_rounding
+from plots import (
+    ablations,
+    breakdown,
+    cost_models,
+    figure13_memory,
+    figure14_throughput,
+    granularity,
+    headline,
+    kernels,
+    open_models,
+    token_rounding,
+)
 from plots import rows as _rows
 
 Figure = Callable[[pd.DataFrame | Iterable[Mapping[str, Any]], Path], list[Path]]
@@ -20,6 +31,11 @@ FIGURES: dict[str, Figure] = {
     headline.NAME: headline.draw,
     granularity.NAME: granularity.draw,
     token_rounding.NAME: token_rounding.draw,
+    cost_models.NAME: cost_models.draw,
+    open_models.NAME: open_models.draw,
+    breakdown.NAME: breakdown.draw,
+    ablations.NAME: ablations.draw,
+    kernels.NAME: kernels.draw,
 }
 #: Folder of the figures where no row was measured on a GPU.
 NO_GPU = "no_gpu"

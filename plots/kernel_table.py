@@ -21,7 +21,7 @@ BEGIN, END = "<!-- kernels: begin (made by python -m plots.kernel_table) -->", "
 GROUPS = {
     "up-projection": ("up",),
     "dH": ("dH",),
-    "down, dX, dW1, dW2": ("gemm", "down", "dW1", "dW2"),
+    "down, dX, dW1, dW2": ("grouped_gemm", "gemm", "down", "dW1", "dW2"),
     "aggregation, addition": ("aggregation",),
 }
 OTHERS = "router and the rest"

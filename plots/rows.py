@@ -42,9 +42,10 @@ PAPER_NAMES = {
     "DeepGEMM-pt": "deepgemm",
     "DeepGEMM++": "deepgemm_pp",
 }
-#: Columns of a table of rows. Units: ``tflops*`` in TFLOPS (over the busy time where the row has it),
-#: ``device_ms*``, ``busy_ms`` and ``latency_ms`` in ms, ``memory_*`` in
-#: bytes; ``*_low`` and ``*_high`` are the 95 % interval; absent numbers are NaN, absent texts "".
+#: Columns of a table of rows. Units: ``tflops*`` in TFLOPS and ``gb_per_s*`` in GB/s (over the busy time where the row
+#: has it), ``device_ms*``, ``busy_ms`` and ``latency_ms`` in ms, ``memory_*`` in bytes, ``kernels_us`` in µs, the sum
+#: over ``kernels``, one call's profiled kernels as stored; ``*_low`` and ``*_high`` are the 95 % interval; absent
+#: numbers are NaN, absent texts "", absent kernels ().
 COLUMNS = (
     "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
     "reason", "T", "d", "n", "E", "K", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode",
@@ -52,7 +53,7 @@ COLUMNS = (
     "device_ms_low", "device_ms_high", "busy_ms", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
     "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
     "value", "value_low", "value_high", "denominator_method", "routed_rows", "padded_rows", "rows_added",
-    "rows_dropped", "denominator_rows",
+    "rows_dropped", "denominator_rows", "kernels", "kernels_us", "gb_per_s", "gb_per_s_low", "gb_per_s_high",
 )  # fmt: skip
 #: One point of one sweep on one GPU; of several rows with the same key the latest counts.
 KEY = (
@@ -64,6 +65,7 @@ _TEXT = {
     "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
     "reason", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "measured_on", "gpu", "basis",
     "numerator", "denominator", "numerator_label", "denominator_label", "time_kind", "denominator_method",
+    "kernels",
 }  # fmt: skip
 NUMBERS_ALLOWED = ("ok", "unstable")
 
@@ -99,7 +101,8 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
     drawn_low, drawn_high = _interval(busy.get("ci95"))
     if math.isnan(drawn):
         drawn, drawn_low, drawn_high = median, low, high
-    flops = rate * median
+    kernels = tuple(row.get("kernels") or ())
+    flops, moved = rate * median, _number(_part(row, "gb_per_s").get("device")) * median
     value_low, value_high = _interval(row.get("ci95"))
     static, held, layer_bytes = (_number(memory.get(name)) for name in ("static", "held", "layer"))
     if math.isnan(static) and row.get("measured_on") == "fake":
@@ -130,6 +133,9 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         # The rate's interval is the time's, turned over.
         "tflops_low": flops / drawn_high,
         "tflops_high": flops / drawn_low,
+        "gb_per_s": moved / drawn,
+        "gb_per_s_low": moved / drawn_high,
+        "gb_per_s_high": moved / drawn_low,
         "tflops_host": _number(tflops.get("host")),
         "tflops_hardware": _number(tflops.get("hardware")),
         "device_ms": median,
@@ -152,6 +158,8 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "rows_added": _number(routing.get("added")),
         "rows_dropped": _number(routing.get("dropped")),
         "denominator_rows": _number(_part(row, "denominator_routing").get("routed_rows")),
+        "kernels": kernels,
+        "kernels_us": float(sum(kernel["us"] for kernel in kernels)) if kernels else math.nan,
     }
 
 
@@ -259,9 +267,17 @@ def one_gpu(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 def layers(rows: pd.DataFrame) -> pd.DataFrame:
     """Measurements of `moe_layer` as the paper made them: bfloat16, top-K, softmax over the K chosen logits, uniform
     routing; on a GPU or under fake tensors. Rows of the sweep ``paper_layers`` come last, so that they win."""
+    return _as_the_paper(rows[rows["operation"] == "moe_layer"], "paper_layers")
+
+
+def single_kernels(rows: pd.DataFrame, sweep: str) -> pd.DataFrame:
+    """The same of a sweep's operations on single kernels."""
+    return _as_the_paper(rows[rows["sweep"] == sweep], sweep)
+
+
+def _as_the_paper(rows: pd.DataFrame, sweep: str) -> pd.DataFrame:
     chosen = rows[
         (rows["record"] == "measurement")
-        & (rows["operation"] == "moe_layer")
         & rows["measured_on"].isin(["cuda", "fake"])
         & rows["dtype"].isin(["bfloat16", ""])
         & rows["method"].isin(["top_k", ""])
@@ -269,7 +285,7 @@ def layers(rows: pd.DataFrame) -> pd.DataFrame:
         & rows["convention"].isin(["topk_softmax", ""])
         & (rows["mode"] != "sustained")
     ]
-    order = chosen.assign(_paper=chosen["sweep"] == "paper_layers").sort_values(["_paper", "timestamp"], kind="stable")
+    order = chosen.assign(_paper=chosen["sweep"] == sweep).sort_values(["_paper", "timestamp"], kind="stable")
     return order.drop(columns="_paper")
 
 

@@ -38,6 +38,7 @@ KNOWN: dict[str, tuple[str, str]] = {
     "deepgemm_pp": ("DeepGEMM++", "#8A3D00"),
     "torch_grouped_mm": ("torch grouped_mm", "#8C8C8C"),
     "torch_loop": ("torch loop", "#C9C9C9"),
+    "torch_kernels": ("PyTorch", "#A3A3A3"),
 }
 _SPARE = ("#117733", "#882255", "#999933", "#332288", "#AA4499", "#44AA99")
 
@@ -263,6 +264,13 @@ def plain_grid(axes: Axes, axis: str = "y") -> None:
     """Faint grid lines along one axis, no tick marks on the other."""
     axes.grid(True, axis=axis)  # type: ignore[arg-type]
     axes.tick_params(axis="x" if axis == "y" else "y", length=0)
+
+
+def sentence(axes: Axes, text: str) -> None:
+    """What stands in a panel that has nothing to draw yet."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, linespacing=1.6,
+              bbox={"boxstyle": "round,pad=0.9", "facecolor": "#F6F6F6", "edgecolor": GRID})  # fmt: skip
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -173,12 +173,6 @@ def _draw_moved(axes: Axes, family: Family, series: Mapping[str, list[Moved]], l
     style.plain_grid(axes)
 
 
-def _sentence(axes: Axes, text: str) -> None:
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, linespacing=1.6,
-              bbox={"boxstyle": "round,pad=0.9", "facecolor": "#F6F6F6", "edgecolor": style.GRID})  # fmt: skip
-
-
 def _line(colour: str, marker: str = "", line: Any = "-", hollow: bool = False) -> Line2D:
     return Line2D([], [], color=colour, linestyle=line, linewidth=1.4, marker=marker, markersize=4.8,
                   markerfacecolor="white" if hollow else colour,
@@ -211,7 +205,7 @@ class _Figure:
     def _rows(self) -> None:
         family = self.counted
         if family is None:
-            self.lines.append(([lambda axes: _sentence(axes, NO_ACCOUNTS)], 0.45))
+            self.lines.append(([lambda axes: style.sentence(axes, NO_ACCOUNTS)], 0.45))
             return
         own = family.of(self.accounts)
         methods = in_order(own["method"], METHODS)
@@ -254,7 +248,7 @@ class _Figure:
     def _gpu_rows(self) -> None:
         family = self.timed
         if family is None:
-            self.lines.append(([lambda axes: _sentence(axes, NO_GPU_ROWS)], 0.45))
+            self.lines.append(([lambda axes: style.sentence(axes, NO_GPU_ROWS)], 0.45))
             return
         measured, compared = family.of(self.measured), family.of(self.compared)
         distributions = in_order(measured["distribution"], DISTRIBUTIONS)
@@ -378,7 +372,7 @@ class _Figure:
             if "moe_layer" in set(compared["operation"]):
                 entries.append((_line("#666666", "s", _DASHED, True), "(d) rounding's own time included"))
             if len(compared):
-                entries.append((_line(style.BLACK, "", ":"), "(d) what padding alone predicts"))
+                entries.append((_line(style.BLACK, "", ":"), "(d) what tiles over rows predict"))
         if any(point.unstable for point in self.series):
             entries.append((Line2D([], [], linestyle="none", marker=UNSTABLE, color=style.INK, markersize=8,
                                    markeredgewidth=1.2), "slash: unstable"))  # fmt: skip
@@ -419,9 +413,9 @@ class _Figure:
             claim = table.claims()["token-rounding-kernel-speedup"]["value"]
             texts.append(
                 "(d) Time with top-K / time with rounding (ratio rows, with their 95 % interval), times rows with "
-                "rounding / rows with top-K, since the two compute different numbers of rows. Dotted: if time "
-                "went with the FLOPs of top-K's padded rows, but for the weight gradients (half of the backward's), "
-                "which contract over rows and are not padded to the tile. Filled: the experts alone. The "
+                "rounding / rows with top-K, since the two compute different numbers of rows. Dotted: if time went "
+                "with the FLOPs of top-K's padded rows, but for the weight gradients (half of the backward's): they "
+                "contract over rows in shorter steps, whose padding is left out. Filled: the experts. The "
                 f"paper's claim at high sparsity: {claim:.2f}×."
             )
         if self.left:

@@ -278,8 +278,9 @@ def speedups(
     return points
 
 
-#: Share of a pass' FLOPs in GEMMs whose tiles lie over rows: all but the weight gradients, which contract over rows and
-#: pad no expert to the tile. Of 3, 6 and 9 GEMMs of n·d for each row these are 3, 3 and 6 (`harness.costs`).
+#: Share of a pass' FLOPs in GEMMs whose tiles lie over rows: all but the weight gradients, which contract over rows in
+#: steps shorter than the tile; that padding, about half as much, is left out, so the prediction is on the low side. Of
+#: 3, 6 and 9 GEMMs of n·d for each row these are 3, 3 and 6 (`harness.costs`).
 PADDED_SHARE = {"forward": 1.0, "backward": 1 / 2, "forward_backward": 2 / 3}
 
 

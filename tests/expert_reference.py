@@ -1,8 +1,9 @@
-"""The experts in plain torch, for the tests of the Triton layer on the interpreter and on a GPU."""
+"""The experts, and a layer whose pairs are given, in plain torch: for the tests of the Triton layer on the interpreter
+and on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -38,3 +39,27 @@ def plain_experts(
         y = y if bias2 is None else y + bias2[e]
         out = out.index_add(0, tokens[own], scores[own, None] * y)
     return out
+
+
+def plain_rounded_layer(
+    tensors: Sequence[Tensor | None],
+    indices: Tensor,
+    experts: Tensor,
+    token_offsets: Tensor,
+    convention: str,
+    activation: str,
+) -> Tensor:
+    """The layer with its top-K (T, K) and the pairs that its rounding has kept given: experts (P,), offsets (T + 1,).
+
+    Args:
+        tensors: x, w1, w2, router, bias1, bias2.
+    """
+    x, w1, w2, router, bias1, bias2 = tensors
+    assert x is not None and w1 is not None and w2 is not None and router is not None
+    pairs, experts = token_offsets.long().diff(), experts.long()
+    tokens = torch.repeat_interleave(torch.arange(x.shape[0], device=x.device), pairs)
+    p = torch.softmax(x @ router.T, dim=1)
+    scores = p[tokens, experts]
+    if convention != "softmax_topk":
+        scores = scores / p.gather(1, indices.long()).sum(1)[tokens]
+    return plain_experts(x, w1, w2, scores, experts, tokens, activation, bias1, bias2)

@@ -128,7 +128,8 @@ def test_breakdown_is_the_mean_over_calls_and_sums_to_all_kernel_time() -> None:
     found = kernels_in_windows(events, order)
     rows = breakdown(found, "p", "forward", lambda name: None)
     assert [(row["name"], row["calls"], row["us"]) for row in rows] == [("up", 1.0, 1.15), ("down", 1.0, 0.5)]
-    assert busy_samples(found, "p") == []  # No backward: no sample.
+    # A kernel by itself has no backward.
+    assert busy_samples(found, "p") == [(0.0015, 0.0), (0.0016, 0.0), (0.0017, 0.0), (0.0018, 0.0)]
     assert breakdown({}, "p", "forward", lambda name: None) == []
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.interface import Implementation, Layer, Point, Problem
+from harness.interface import KERNELS, Implementation, Layer, Point, Problem
 from harness.record import PASSES
 from harness.registry import BrokenPlugin, Registry
 from harness.shapes import MoEShape
@@ -34,10 +34,14 @@ def stub(plugin: str, **attributes: object) -> type[Implementation]:
 
 def make_registry() -> Registry:
     both = {"devices": ("cuda", "cpu"), "dtypes": ("bfloat16", "float16", "float32"), "fake_tensors": True}
-    classes = {name: stub(name) for name in ("scattermoe", "megablocks", "deepgemm")}
-    experts = {"operations": ("moe_layer", "routed_experts")}
+    gpu_only = ("scattermoe", "momoe", "megablocks", "megatron", "deepgemm", "deepgemm_pp", "liger")
+    classes = {name: stub(name) for name in gpu_only}
+    experts = {"operations": ("moe_layer", "routed_experts", *KERNELS)}
     classes |= {name: stub(name, **experts) for name in ("sonicmoe_official", "sonicmoe_triton")}
     classes |= {name: stub(name, **both) for name in ("sonicmoe_torch", "torch_grouped_mm", "torch_loop")}
+    ablations = ("gather", "activation", "epilogue", "plain", "scatter")
+    classes |= {f"ablation_{name}": stub(f"ablation_{name}", operations=KERNELS) for name in ablations}
+    classes["torch_kernels"] = stub("torch_kernels", **{**both, "fake_tensors": False, "operations": KERNELS})
     bound = {**both, "fake_tensors": False, "operations": ("dense_bound",)}
     classes["cublas_bound"] = stub("cublas_bound", **bound, variants={"dense_bound": ("gemm", "gemm_glue")})
     return Registry(classes, [BrokenPlugin("halfway", "cannot be imported: SyntaxError", "halfway.py")])
@@ -65,7 +69,8 @@ def paper_shapes() -> list[MoEShape]:
 
 
 def test_committed_sweeps() -> None:
-    assert sweep_names() == ["cpu", "granularity", "paper_layers", "smoke", "sparsity", "token_rounding"]
+    names = ("ablations", "breakdown", "cpu", "granularity", "kernels", "open_models", "paper_layers", "smoke")
+    assert sweep_names() == [*names, "sparsity", "token_rounding"]
     for name in sweep_names():
         sweep = load_sweep(name, REGISTRY)
         assert sweep.name == name and sweep.points
@@ -77,7 +82,7 @@ def test_paper_layers() -> None:
     sweep = load_sweep("paper_layers", REGISTRY)
     layers = [point for point in sweep.points if point.operation == "moe_layer"]
     assert list(dict.fromkeys(point.shape for point in layers)) == paper_shapes()
-    assert len(layers) == 12 * 8 and {point.dtype for point in layers} == {"bfloat16"}
+    assert len(layers) == 12 * 12 and {point.dtype for point in layers} == {"bfloat16"}
     bound = [point for point in sweep.points if point.operation == "dense_bound"]
     assert len(bound) == 24 and {point.variant for point in bound} == {"gemm", "gemm_glue"}
     pairs = [(ratio.numerator, ratio.denominator) for ratio in sweep.ratios]
@@ -260,7 +265,7 @@ def test_mistakes_get_one_clear_line(tmp_path: Path, text: str, message: str) ->
 
 
 def test_unknown_sweeps(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"unknown sweep 'smok'; choose from cpu, .* \(did you mean smoke\?\)"):
+    with pytest.raises(UserError, match=r"unknown sweep 'smok'; choose from ablations, .* \(did you mean smoke\?\)"):
         load_sweep("smok", REGISTRY)
     with pytest.raises(UserError, match="no such file"):
         load_sweep(tmp_path / "none.toml", REGISTRY)

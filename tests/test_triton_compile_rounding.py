@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from harness.token_rounding import ROUNDINGS
 from implementations.sonicmoe_triton import rounding_kernels as rounding
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not built")
@@ -81,7 +82,7 @@ def test_kernels_of_tokens(experts: int, k: int, divided: bool, tmp_path: Path) 
     assert re.search(r"st\.global\.v4\.b32", facts.ptx)
 
 
-@pytest.mark.parametrize("method", rounding.ROUNDINGS)
+@pytest.mark.parametrize("method", ROUNDINGS)
 @pytest.mark.parametrize("tokens", [16384, 500, 1])
 def test_select(tokens: int, method: str, tmp_path: Path) -> None:
     select(tokens, 256, method, tmp_path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from harness.correctness import Correctness
-from harness.costs import PASSES
+from harness.costs import ELEMENT_BYTES, PASSES, algorithm_bytes, boundary_bytes, model_flops
 from harness.interface import Layer, Point, Problem
 
 
@@ -21,9 +21,29 @@ class Operation(ABC):
     passes: ClassVar[tuple[str, ...]] = PASSES
     #: Whether held and peak memory mean anything for it.
     reports_memory: ClassVar[bool] = True
+    #: Whether its rows say what came of a routing (the gate's counts).
+    reports_routing: ClassVar[bool] = True
+    #: Whether bytes a second say something of it: it moves more than it multiplies, or both are worth knowing.
+    reports_bandwidth: ClassVar[bool] = False
 
     def unsupported_reason(self, point: Point) -> str | None:
         """Why the operation itself is not defined at this point; None where it is."""
+        return None
+
+    def flops(self, point: Point, pass_: str, rows: int) -> int:
+        """What the definition multiplies and adds, for so many routed rows (or, for hardware FLOPs, padded ones)."""
+        return model_flops(point.shape, pass_, rows)
+
+    def boundary_bytes(self, point: Point, pass_: str, rows: int) -> int:
+        """Bytes of inputs, weights and outputs, each once."""
+        return boundary_bytes(point.shape, pass_, ELEMENT_BYTES[point.dtype])
+
+    def algorithm_bytes(self, point: Point, pass_: str, rows: int) -> int:
+        """Bytes that the kernels as designed must move."""
+        return algorithm_bytes(point.shape, pass_, ELEMENT_BYTES[point.dtype], rows)
+
+    def sizes(self, point: Point) -> dict[str, Any] | None:
+        """A row's ``problem``, for operations on single kernels."""
         return None
 
     @abstractmethod

@@ -27,6 +27,7 @@ class DenseBound(Operation):
     name: ClassVar[str] = "dense_bound"
     variants: ClassVar[tuple[str, ...]] = ("gemm", "gemm_glue")
     reports_memory: ClassVar[bool] = False
+    reports_routing: ClassVar[bool] = False
 
     def unsupported_reason(self, point: Point) -> str | None:
         shape = point.shape

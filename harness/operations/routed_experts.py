@@ -16,6 +16,7 @@ from harness.correctness import (
     forward_backward,
     judge,
 )
+from harness.costs import ELEMENT_BYTES, algorithm_bytes, boundary_bytes
 from harness.interface import Layer, Point, Problem
 from harness.operations.base import Operation
 from harness.problem import make_problem
@@ -33,6 +34,12 @@ class RoutedExperts(Operation):
     """
 
     name: ClassVar[str] = "routed_experts"
+
+    def boundary_bytes(self, point: Point, pass_: str, rows: int) -> int:
+        return boundary_bytes(point.shape, pass_, ELEMENT_BYTES[point.dtype], router=False)
+
+    def algorithm_bytes(self, point: Point, pass_: str, rows: int) -> int:
+        return algorithm_bytes(point.shape, pass_, ELEMENT_BYTES[point.dtype], rows, router=False)
 
     def make_problem(self, point: Point, device: torch.device | str, input_set: int = 0) -> Problem:
         problem = make_problem(point, device, input_set)

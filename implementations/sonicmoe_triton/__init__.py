@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
+from harness.interface import KERNELS, ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
 from harness.token_rounding import ROUNDINGS, TOP_K
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ class _TritonLayer(Layer):
         return self._function.choose_experts(x, self.router, self.k, self.convention)[1]
 
 
-class _RoundedTritonLayer(_TritonLayer):
+class _RoundingTritonLayer(_TritonLayer):
     """The same with top-K rounded by the point's method."""
 
     def __init__(self, problem: Problem) -> None:
-        from implementations.sonicmoe_triton import rounding
+        from implementations.sonicmoe_triton import algorithm, rounding
 
         super().__init__(problem)
-        self._round_routing = rounding.round_routing
+        self._logits_of, self._round_routing = algorithm.logits_of, rounding.round_routing
         routing, self.draws = problem.point.routing, None
         self.m_tile, self.method = routing.m_tile, routing.method
         if self.method == "stochastic":
@@ -99,12 +99,12 @@ class _RoundedTritonLayer(_TritonLayer):
 
     def kept_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            logits = x @ self.router.t()
+            logits = self._logits_of(x, self.router)
             found = self._round_routing(logits, self.k, self.m_tile, self.method, self.convention, draws=self.draws)
         return found.experts[: int(found.token_offsets[-1])], found.token_offsets
 
 
-class _RoutedTritonLayer(Layer):
+class _TritonExperts(Layer):
     """The experts with the routing given: w1, w2 as above; scores (P,)."""
 
     def __init__(self, problem: Problem) -> None:
@@ -138,7 +138,7 @@ class SonicMoETriton(Implementation):
     licence = "Apache-2.0"
     requires: ClassVar[dict[str, str]] = {"triton": "pip install triton==3.6.0"}
     distributions = ("torch", "triton")
-    operations = ("moe_layer", "routed_experts")
+    operations = ("moe_layer", "routed_experts", *KERNELS)
     devices = ("cuda",)
     dtypes = ("bfloat16", "float16")
     conventions = ROUTER_CONVENTIONS
@@ -158,6 +158,11 @@ class SonicMoETriton(Implementation):
         ("_rounding_", "router"),
         ("_router_", "router"),
         ("_routing_", "router"),
+        # With rounding, autograd adds the router's term to that of the experts.
+        *((f"cudafunctor_add<c10::{dtype}>", "dX") for dtype in ("bfloat16", "half")),
+        *((part, "fill") for part in ("fillfunctor", "memset")),
+        # Dense GEMMs, and torch's small kernels on logits, scores and numbers of tokens, are the router's only.
+        *((part, "router") for part in ("nvjet", "cublas", "gemm", "softmax", "at::native", "cub::")),
     )
 
     def restriction(self, point: Point) -> str | None:
@@ -168,16 +173,20 @@ class SonicMoETriton(Implementation):
             return f"{self.label} takes widths that are multiples of 8 (16 bytes), not {' and '.join(wrong)}"
         if shape.E > 1024:
             return f"{self.label} takes at most 1024 experts, not E={shape.E}"
-        if shape.K > 64 and point.operation == "moe_layer":
+        if shape.K > 64 and point.operation in ("moe_layer", *KERNELS):
             return f"{self.label} takes at most 64 experts per token, not K={shape.K}"
         return None
 
     def build(self, problem: Problem) -> Layer:
         layer: Layer
-        if problem.routing is not None:
-            layer = _RoutedTritonLayer(problem)
+        if problem.forward_only:
+            from implementations.sonicmoe_triton import kernel_layers
+
+            layer = kernel_layers.BUILD[problem.point.operation](problem)
+        elif problem.routing is not None:
+            layer = _TritonExperts(problem)
         else:
-            layer = (_TritonLayer if problem.point.routing.method == TOP_K else _RoundedTritonLayer)(problem)
+            layer = (_TritonLayer if problem.point.routing.method == TOP_K else _RoundingTritonLayer)(problem)
         if problem.x.device.type == "cuda" and not is_fake(problem.x) and problem.shape.T:
             # One call of each pass compiles every kernel.
             layer.call_once(problem)

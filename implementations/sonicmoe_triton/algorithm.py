@@ -73,11 +73,16 @@ def hold(h: Tensor, row_scores: Tensor, routing: Routing) -> Held:
     )
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast would change what torch computes of x. Asked of the device ``meta``, torch itself raises."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 @contextmanager
 def guard(x: Tensor) -> Iterator[None]:
     """On x's device, and without autocast: the kernels would not see it, and torch's own products beside them would."""
     with torch.cuda.device_of(x):
-        if torch.is_autocast_enabled(x.device.type):
+        if autocasts(x):
             with torch.autocast(x.device.type, enabled=False):
                 yield
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.token_rounding import ROUNDINGS
+from harness.token_rounding import ADDED_WEIGHTS, ROUNDINGS
 from implementations.sonicmoe_triton.activations import is_gated
 
 CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
@@ -30,22 +30,63 @@ def check_router(x: Tensor, router: Tensor, w1: Tensor, k: int, convention: str)
 
 def check_convention(convention: str) -> None:
     """ValueError for an unknown router convention."""
-    if convention not in CONVENTIONS:
-        raise ValueError(f"unknown router convention {convention!r}; choose from {', '.join(CONVENTIONS)}")
+    _check_name("router convention", convention, CONVENTIONS)
 
 
-def check_rounding(rounding: str, m_tile: int) -> None:
-    """ValueError for an unknown token rounding, or a tile without rows."""
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"unknown rounding {rounding!r}; choose from {', '.join(ROUNDINGS)}")
+def check_method(rounding: str) -> None:
+    """ValueError for an unknown token rounding."""
+    _check_name("rounding", rounding, ROUNDINGS)
+
+
+def check_added_weight(added_weight: str) -> None:
+    """ValueError for an unknown weight of the pairs that a rounding adds."""
+    _check_name("added_weight", added_weight, ADDED_WEIGHTS)
+
+
+def check_tile(m_tile: int) -> None:
+    """ValueError for a tile that is no number of rows."""
+    _check_integer("m_tile", m_tile)
     if m_tile < 1:
         raise ValueError(f"m_tile = {m_tile}: must be at least 1")
 
 
+def check_draws(
+    device: torch.device, experts: int, rounding: str, generator: torch.Generator | None, draws: Tensor | None
+) -> None:
+    """ValueError for numbers, or a source of them, that do not fit or that the rounding does not draw."""
+    for name, given in (("draws", draws), ("generator", generator)):
+        if given is not None and rounding != "stochastic":
+            raise ValueError(f"{name}: for the rounding 'stochastic' only, not {rounding!r}")
+    if generator is not None and draws is not None:
+        raise ValueError("draws and a generator: one of them")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, not {type(generator).__name__}")
+    if draws is None:
+        return
+    if not isinstance(draws, Tensor):
+        raise ValueError(f"draws must be ({experts},) integers on {device}, not {type(draws).__name__}")
+    integers = not (draws.is_floating_point() or draws.is_complex() or draws.dtype == torch.bool)
+    if draws.shape != (experts,) or not integers or draws.device != device:
+        found = f"{tuple(draws.shape)} {draws.dtype} on {draws.device}"
+        raise ValueError(f"draws must be ({experts},) integers on {device}, not {found}")
+
+
+def check_rounded_pairs(
+    bound: int, tokens: int, experts: int, m_tile: int, rounding: str, limit: int = MAX_PAIRS
+) -> None:
+    """ValueError where a rounding may keep too many pairs; ``bound``: `rounding_kernels.pairs_bound`."""
+    if bound >= limit:
+        raise ValueError(
+            f"T = {tokens} tokens and E = {experts} experts may have {bound} pairs by the rounding {rounding!r} to "
+            f"m_tile = {m_tile}: must be below {limit}"
+        )
+
+
 def check_choice(experts: int, k: int) -> None:
     """ValueError where K of E experts cannot be chosen."""
-    if experts > MAX_EXPERTS:
-        raise ValueError(f"E = {experts}: at most {MAX_EXPERTS} experts")
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"E = {experts}: at most {MAX_EXPERTS} experts, at least one")
+    _check_integer("K", k)
     if not 1 <= k <= min(experts, MAX_K):
         raise ValueError(f"K = {k}: must be between 1 and {min(experts, MAX_K)} for E = {experts}")
 
@@ -93,6 +134,16 @@ def check_experts(
     check_width("d", d, x.dtype)
     check_width("n", n, x.dtype)
     check_alike(x, w1=w1, w2=w2, bias1=bias1, bias2=bias2)
+
+
+def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
+
+
+def _check_integer(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} = {value!r}: must be an integer")
 
 
 def check_alike(x: Tensor, **others: Tensor | None) -> None:

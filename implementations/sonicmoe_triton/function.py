@@ -5,6 +5,9 @@ scores and the routing, nothing of size TK·d: beside the output (2Td bytes in a
 scores, experts, gather and reverse index, and O(E + tiles). No GEMM runs twice and nothing waits for the host. Eagerly
 the backward frees H once it has dH (unless the graph is kept), before it needs the most memory.
 
+With token rounding inside, p lies between the passes too, 4TE bytes, with its sums over top-K (4T); and H and the 16
+bytes are those of `rounding.pairs_bound` rows, the most that there may be, in place of TK.
+
 Eagerly a pass is a plain `autograd.Function`, which costs the host little, since it has to stay ahead of the GPU. Where
 somebody looks on (a compiler, fake tensors, a dispatch mode) each pass is one `torch.library` operator with a fake twin
 that only tells shapes: one opaque step to torch.compile, and traced without a GPU. CUDA graphs capture either.
@@ -16,11 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from implementations.sonicmoe_triton.algorithm import (
     Held,
     Needs,
     SavedH,
+    autocasts,
     guard,
     layer_backward,
     layer_forward,
@@ -28,7 +33,14 @@ from implementations.sonicmoe_triton.algorithm import (
     routed_backward,
     routed_forward,
 )
-from implementations.sonicmoe_triton.checks import check_experts, check_pairs, check_router
+from implementations.sonicmoe_triton.checks import (
+    check_experts,
+    check_method,
+    check_pairs,
+    check_rounded_pairs,
+    check_router,
+    check_tile,
+)
 from implementations.sonicmoe_triton.dispatch import is_plain
 from implementations.sonicmoe_triton.operators import (
     in_routed_order,
@@ -39,7 +51,7 @@ from implementations.sonicmoe_triton.operators import (
     routed_experts_operator,
     wanted,
 )
-from implementations.sonicmoe_triton.rounding import round_routing
+from implementations.sonicmoe_triton.rounding import pairs_bound, round_routing
 from implementations.sonicmoe_triton.router import top_k
 
 
@@ -130,12 +142,19 @@ def rounded_moe_layer(
     """`moe_layer` with token rounding: each expert's number of rows becomes a multiple of ``m_tile``, so no tile is
     multiplied in part. For training; evaluate with `moe_layer`.
 
-    A token may have any number of experts, none included: its row of the output is then zero. The rounding is made on
-    the device, which the host does not wait for: it allocates for `rounding.pairs_bound` rows, at most m_tile - 1 for
-    each expert more than T·K, of which the kernels compute those that there are.
+    An expert whose number rounded up would exceed T is exempt: it keeps the number that top-K gave it, so that its last
+    tile may be full in part. A token may have any number of experts, none included: its row of the output is then zero.
+
+    The rounding is made on the device, which the host does not wait for: it allocates for `rounding.pairs_bound` rows,
+    at most m_tile - 1 for each expert more than T·K, of which the kernels compute those that there are. H is held for
+    all of these rows, and p of the router for all experts: (T, E) in fp32.
+
+    Under activation checkpointing ``stochastic`` needs ``draws`` or torch's default generator: with another
+    ``generator`` the forward that is computed again draws other numbers, see `rounding.round_routing`.
 
     Args:
-        m_tile: 128, the kernels' tile, or a multiple of it gains; any other is allowed.
+        m_tile: 128, the kernels' tile, or a multiple of it gains. Any other is allowed, and leaves tiles of the
+            kernels' 128 rows that are full in part.
         rounding, added_weight, generator, draws: as for `rounding.round_routing`.
         x, w1, w2, router, k, convention, activation, bias1, bias2: as for `moe_layer`.
 
@@ -147,13 +166,15 @@ def rounded_moe_layer(
     """
     check_router(x, router, w1, k, convention)
     check_experts(x, w1, w2, bias1, bias2, activation)
-    with torch.autocast(x.device.type, enabled=False):
-        logits = logits_of(x, router)
+    check_method(rounding)
+    check_tile(m_tile)
+    tokens, num_experts = x.shape[0], w1.shape[0]
+    check_rounded_pairs(pairs_bound(tokens, num_experts, k, m_tile, rounding), tokens, num_experts, m_tile, rounding)
+    logits = _logits(x, router)
     scores, experts, token_offsets, counts = round_routing(
         logits, k, m_tile, rounding, convention, added_weight, generator, draws
     )
-    check_pairs(scores.numel())
-    out = _routed(x, w1, w2, scores, experts, token_offsets, bias1, bias2, w1.shape[0], activation)
+    out = _routed(x, w1, w2, scores, experts, token_offsets, bias1, bias2, num_experts, activation)
     return out, RouterOutput(logits, counts)
 
 
@@ -218,6 +239,16 @@ def routed_experts(
     else:
         pairs = torch.where(named, experts, -1).int()
     return _routed(x, w1, w2, scores, pairs, token_offsets, bias1, bias2, k, activation)
+
+
+def _logits(x: Tensor, router: Tensor) -> Tensor:
+    """(T, E), differentiable; autocast changes neither them nor their gradient."""
+    if is_plain(x, router):
+        return _LogitsFunction.apply(x, router)
+    if autocasts(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return logits_of(x, router)
+    return logits_of(x, router)
 
 
 def _routed(*arguments: Any) -> Tensor:
@@ -285,6 +316,27 @@ class _LayerFunction(torch.autograd.Function):
         else:
             found = wanted(moe_layer_backward_operator(grad_out, grad_logits, *saved, *ctx.rest, needs), needs)
         return *found, None, None, None, None
+
+
+class _LogitsFunction(torch.autograd.Function):
+    """`logits_of`. Autograd's own backward would run under the autocast of whoever calls it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, router: Tensor) -> Tensor:
+        ctx.save_for_backward(x, router)
+        with guard(x):
+            return logits_of(x, router)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logits: Tensor) -> Any:
+        x, router = ctx.saved_tensors
+        of_x, of_router = ctx.needs_input_grad
+        with guard(x):
+            return (
+                torch.mm(grad_logits, router) if of_x else None,
+                torch.mm(grad_logits.t(), x) if of_router else None,
+            )
 
 
 class _RoutedFunction(torch.autograd.Function):

@@ -22,7 +22,8 @@ class SonicMoE(nn.Module):
 
     Parameters: ``w1`` (E, 2n, d), gate rows then up rows; ``w2`` (E, d, n); ``router`` (E, d); with ``bias`` also
     ``bias1`` (E, 2n) and ``bias2`` (E, d). The forward allocates and keeps the output, and of each routed row H (2n
-    values) and 16 bytes (see `function`).
+    values) and 16 bytes (see `function`); with ``rounding``, of the most rows that there may be, and p of the router,
+    (T, E) in fp32.
 
     Args:
         d: embedding width, a multiple of 16 bytes (8 in a 2-byte dtype).
@@ -35,8 +36,10 @@ class SonicMoE(nn.Module):
             logits, chosen weights as they are; keeps the logits for the backward) or ``softmax_topk_renormalised``.
         bias: give the experts biases.
         rounding: round each expert's number of tokens while training (``nearest``, ``up``, ``down``, ``stochastic``,
-            ``balanced``; see `function.rounded_moe_layer`); ``eval()`` goes by top-K.
-        m_tile: to a multiple of this.
+            ``balanced``; see `function.rounded_moe_layer`); ``eval()`` goes by top-K. ``stochastic`` draws from torch's
+            default generator.
+        m_tile: to a multiple of this; an expert whose number rounded up would exceed T keeps top-K's. Where it is no
+            multiple of 128, the kernels' own tile, some of their tiles are full in part.
         dtype: bfloat16 or float16 (float32 is exact and slow); default: torch's default dtype.
 
     Raises:
@@ -67,8 +70,9 @@ class SonicMoE(nn.Module):
         checks.check_width("n", n, dtype)
         self.d, self.n, self.experts, self.k = d, n, experts, k
         self.activation, self.router_convention = activation, router_convention
+        checks.check_tile(m_tile)
         if rounding is not None:
-            checks.check_rounding(rounding, m_tile)
+            checks.check_method(rounding)
         self.rounding, self.m_tile = rounding, m_tile
 
         def parameter(*size: int) -> nn.Parameter:

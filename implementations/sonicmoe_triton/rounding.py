@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from harness.token_rounding import ADDED_WEIGHTS, ROUNDINGS
+from implementations.sonicmoe_triton import checks
 from implementations.sonicmoe_triton.dispatch import is_plain
 from implementations.sonicmoe_triton.rounding_kernels import Held, Kind, RoundedRouting, backward, forward, pairs_bound
-from implementations.sonicmoe_triton.router import MAX_EXPERTS, MAX_K, SOFTMAX_OVER_ALL
+from implementations.sonicmoe_triton.router import SOFTMAX_OVER_ALL
+
+#: The kernels number pairs in 32 bits.
+MAX_PAIRS = 2**31
+#: The largest integer that an operator takes. Nobody has so many tokens: a larger tile rounds as this one does.
+LARGEST_TILE = 2**63 - 1
 
 
 class RoundedScores(torch.autograd.Function):
@@ -126,10 +131,16 @@ def round_routing(
     The selection is that of the reference on the same device, bit for bit, ties, exempt experts and NaNs included; it
     is not differentiable, the scores are. Equal logits (and draws) give equal bits.
 
+    Where what is computed here is computed again for the backward (activation checkpointing), ``stochastic`` needs
+    ``draws``, or torch's default generator, whose state checkpointing restores: another ``generator`` has moved on and
+    would give the second forward another routing than the first.
+
     Args:
-        logits: (T, E), any floating-point dtype, compared in fp32; T may be 0. The backward keeps p, (T, E) in fp32.
+        logits: (T, E), any floating-point dtype, compared in fp32; T may be 0. For the backward p is kept, (T, E) in
+            fp32: 4TE bytes, and 4T more for its sums over top-K.
         k: 1 <= K <= min(E, 64), experts for each token before the rounding.
-        m_tile: each expert's number of tokens becomes a multiple of this.
+        m_tile: each expert's number of tokens becomes a multiple of this. An expert whose number rounded up would
+            exceed T is exempt and keeps the number it has, in every rounding.
         rounding: one of `ROUNDINGS`; see `harness.token_rounding.round_counts`.
         convention: of the router; see `harness.interface.LayerSpec`.
         added_weight: what a pair weighs that is not among top-K, p over its token's sum of p over top-K
@@ -137,31 +148,30 @@ def round_routing(
         generator: for ``stochastic``; torch's default one of the logits' device where None. One on the CPU gives the
             reference's numbers too, but cannot be captured in a CUDA graph.
         draws: (E,) integers within 0 to m_tile - 1 on the logits' device, instead of a generator's: an expert whose
-            remainder f_e mod m_tile exceeds its number is rounded up.
+            remainder f_e mod m_tile exceeds its number is rounded up. Any other number counts as the nearest of these.
 
     Returns:
         Tensors of `pairs_bound` entries, of which the first token_offsets[T] are used.
 
     Raises:
-        ValueError: ``logits`` not (T, E) floating-point, E above 1024, ``k`` or ``m_tile`` out of range, an unknown
-            ``rounding``, ``convention`` or ``added_weight``, ``draws`` that do not fit or come without ``stochastic``
-            or with a generator, or a bound of 2^31 pairs or more.
+        ValueError: ``logits`` not (T, E) floating-point, E above 1024, ``k`` or ``m_tile`` no integer or out of range,
+            an unknown ``rounding``, ``convention`` or ``added_weight``, ``draws`` or a ``generator`` that do not fit,
+            that come together or without ``stochastic``, or a bound of 2^31 pairs or more.
     """
-    _check_name("rounding", rounding, ROUNDINGS)
-    _check_name("convention", convention, tuple(SOFTMAX_OVER_ALL))
-    _check_name("added_weight", added_weight, ADDED_WEIGHTS)
+    checks.check_method(rounding)
+    checks.check_tile(m_tile)
+    checks.check_convention(convention)
+    checks.check_added_weight(added_weight)
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"logits must be (T, E) floating-point, not {tuple(logits.shape)} {logits.dtype}")
     tokens, num_experts = logits.shape
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"logits have E = {num_experts} experts: not within 1 to {MAX_EXPERTS}")
-    if not 1 <= k <= min(num_experts, MAX_K):
-        raise ValueError(f"k = {k} is not within 1 to min(E, {MAX_K}) = {min(num_experts, MAX_K)}")
-    if m_tile < 1:
-        raise ValueError(f"m_tile must be at least 1, not {m_tile}")
-    if (bound := pairs_bound(tokens, num_experts, k, m_tile, rounding)) >= 2**31:
-        raise ValueError(f"logits of T = {tokens} tokens may give {bound} pairs: 2^31 or more")
-    draws = _draws(logits, m_tile, rounding, generator, draws)
+    checks.check_choice(num_experts, k)
+    checks.check_draws(logits.device, num_experts, rounding, generator, draws)
+    bound = pairs_bound(tokens, num_experts, k, m_tile, rounding)
+    checks.check_rounded_pairs(bound, tokens, num_experts, m_tile, rounding, MAX_PAIRS)
+    m_tile = min(m_tile, LARGEST_TILE)
+    if rounding == "stochastic":
+        draws = _drawn(num_experts, m_tile, logits.device, generator) if draws is None else draws.long().contiguous()
     if tokens == 0:
         nothing = torch.zeros(1, dtype=torch.int32, device=logits.device)
         counts = torch.zeros(num_experts, dtype=torch.int32, device=logits.device)
@@ -176,28 +186,8 @@ def round_routing(
     return RoundedRouting(*round_routing_operator(logits, draws, *kind, m_tile, rounding)[:4])
 
 
-def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
-
-
-def _draws(
-    logits: Tensor, m_tile: int, rounding: str, generator: torch.Generator | None, draws: Tensor | None
-) -> Tensor | None:
-    """(E,) int64 for ``stochastic``: as `harness.token_rounding.round_counts` draws them."""
-    num_experts, device = logits.shape[1], logits.device
-    if draws is None:
-        if rounding != "stochastic":
-            return None
-        source = device if generator is None else generator.device
-        drawn = torch.randint(m_tile, (num_experts,), generator=generator, device=source)
-        return drawn.to(device, non_blocking=True)
-    if rounding != "stochastic":
-        raise ValueError(f"draws are for the rounding 'stochastic', not {rounding!r}")
-    if generator is not None:
-        raise ValueError("draws and a generator: one of them")
-    integers = not (draws.is_floating_point() or draws.is_complex() or draws.dtype == torch.bool)
-    if draws.shape != (num_experts,) or not integers or draws.device != device:
-        found = f"{tuple(draws.shape)} {draws.dtype} on {draws.device}"
-        raise ValueError(f"draws must be ({num_experts},) integers on {device}, not {found}")
-    return draws.long().contiguous()
+def _drawn(num_experts: int, m_tile: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """(E,) int64: as `harness.token_rounding.round_counts` draws them."""
+    source = device if generator is None else generator.device
+    drawn = torch.randint(m_tile, (num_experts,), generator=generator, device=source)
+    return drawn.to(device, non_blocking=True)

@@ -37,8 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harness.token_rounding import ROUNDINGS
 from implementations.sonicmoe_triton.algorithm import guard
+from implementations.sonicmoe_triton.checks import check_method
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.router import top_k
 
@@ -194,7 +194,8 @@ def _target(  # type: ignore[no-untyped-def]
     elif ROUNDING == "down":
         up = remainder < 0
     elif ROUNDING == "stochastic":
-        up = tl.load(draws_ptr + expert) < remainder
+        # Numbers come from the caller: a negative one must round up nobody who needs no rounding.
+        up = (remainder > 0) & (tl.load(draws_ptr + expert) < remainder)
     else:
         lane = tl.arange(0, E_PAD)
         counts = tl.load(counts_ptr + lane, mask=lane < E, other=0).to(tl.int64)
@@ -289,8 +290,10 @@ def _rounding_write_kernel(  # type: ignore[no-untyped-def]
     )
     first = tl.load(token_offsets_ptr + token, mask=token < tokens, other=0)[:, None]
     pair = first + tl.cumsum(kept.to(tl.int32), 1) - 1
-    tl.store(scores_ptr + pair, _score(p, chosen, total, DIVIDED, RAW), mask=kept)
-    tl.store(experts_ptr + pair, tl.zeros((BLOCK_T, 1), tl.int32) + lane[None, :], mask=kept)
+    # P never exceeds P_max. Were it otherwise, nothing would be written beside the tensors.
+    written = kept & (pair < max_pairs)
+    tl.store(scores_ptr + pair, _score(p, chosen, total, DIVIDED, RAW), mask=written)
+    tl.store(experts_ptr + pair, tl.zeros((BLOCK_T, 1), tl.int32) + lane[None, :], mask=written)
     # All programs share the clearing of what is not used.
     pairs = tl.load(token_offsets_ptr + tokens).to(tl.int64)
     entry = tl.arange(0, CLEARED)
@@ -392,22 +395,30 @@ def _select_launcher(num_experts: int, rounding: str, tokens: int, *module_const
 def pairs_bound(tokens: int, num_experts: int, k: int, m_tile: int, rounding: str) -> int:
     """P_max: no routing of ``tokens`` has more pairs than this.
 
-    Top-K has T·K pairs. ``down`` adds none; ``balanced`` (m_tile - 1) // 2 in all; to each expert ``nearest`` at most
-    m_tile // 2, ``up`` and ``stochastic`` m_tile - 1. Where m_tile exceeds T nobody changes, and no token has more than
-    E pairs.
+    Top-K has T·K pairs. With m = m_tile and r = f_e mod m, an expert that is rounded up gains m - r of them. It has
+    r pairs at least, and all experts have T·K together.
+
+    - ``down`` adds none.
+    - ``up``, ``stochastic``: whoever is rounded up has r >= 1, so there are at most min(E, T·K) of them, and each gains
+      at most m - 1.
+    - ``nearest``: whoever is rounded up has 2r >= m, so r >= m - m // 2. There are at most
+      min(E, T·K // (m - m // 2)) of them, and each gains m - r <= m // 2.
+    - ``balanced``: the sum over the experts that change stays within m / 2 of what it was, and of two equally near sums
+      the smaller is taken: (m - 1) // 2 in all.
+
+    Where m_tile exceeds T nobody changes, and no token has more than E pairs.
 
     Raises:
         ValueError: unknown ``rounding``.
     """
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDINGS)}")
+    check_method(rounding)
     top = tokens * k
     if m_tile > tokens or rounding == "down":
         return top
     if rounding == "balanced":
         return min(tokens * num_experts, top + (m_tile - 1) // 2)
-    more = m_tile // 2 if rounding == "nearest" else m_tile - 1
-    return min(tokens * num_experts, top + num_experts * more)
+    least, more = (m_tile - m_tile // 2, m_tile // 2) if rounding == "nearest" else (1, m_tile - 1)
+    return min(tokens * num_experts, top + min(num_experts, top // least) * more)
 
 
 class Held(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harness.interface import DISTRIBUTIONS, Implementation, Point
-from harness.operations import get_operation
+from harness.operations import get_operation, variants_of
 from harness.points import point_to_dict
 from harness.process import WorkerDied, WorkerProcess, WorkerTimeout, describe_exit
 from harness.registry import default_registry, installed_reason, refusal
@@ -87,7 +87,7 @@ def test_gate(plugin: PluginWorker, shape: str, distribution: str) -> None:
     refused = []
     checked = 0
     for operation in plugin.plugin.operations:
-        for variant in plugin.plugin.variants.get(operation, ("",)):
+        for variant in variants_of(plugin.plugin, operation):
             dtype = "bfloat16" if "bfloat16" in plugin.plugin.dtypes else plugin.plugin.dtypes[0]
             point = common.point_of(
                 plugin.plugin.name, shape, dtype, distribution, operation=operation, variant=variant

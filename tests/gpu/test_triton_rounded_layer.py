@@ -8,19 +8,36 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.correctness import TOLERANCES
 from harness.interface import DTYPES, ROUTER_CONVENTIONS, Layer, Problem
 from harness.operations import get_operation
 from harness.problem import make_problem
+from harness.reference import full_precision
 from harness.timing import GraphCalls, L2Eviction
-from harness.token_rounding import ROUNDINGS
+from harness.token_rounding import ROUNDINGS, round_counts
 
 from . import common
-from .common import NAME, assert_equal, both_dtypes, no_synchronisation, point_of, random, run
+from .common import (
+    NAME,
+    assert_close,
+    assert_equal,
+    both_dtypes,
+    gradients,
+    leaves_of,
+    no_synchronisation,
+    point_of,
+    random,
+    run,
+)
 
 pytest.importorskip("triton")
 
-from implementations.sonicmoe_triton import SonicMoETriton
+from expert_reference import plain_rounded_layer
+
+from implementations.sonicmoe_triton import SonicMoETriton, function
+from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.layer import SonicMoE, load_balancing_loss
+from implementations.sonicmoe_triton.rounding import RoundedRouting, round_routing
 
 pytestmark = pytest.mark.usefixtures("exact_float32")
 
@@ -92,6 +109,100 @@ def test_a_graph_replays_on_new_inputs(method: str) -> None:
         calls(index)
         output, found = calls.outputs()
         assert_equal([output, *(g for g in found if g is not None)], want[index])
+
+
+@pytest.fixture
+def routings(monkeypatch: pytest.MonkeyPatch) -> list[RoundedRouting]:
+    """Those that the layer makes, one after the other."""
+    made: list[RoundedRouting] = []
+
+    def make(*args: object) -> RoundedRouting:
+        made.append(round_routing(*args))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(function, "round_routing", make)
+    return made
+
+
+def kept_of(routing: RoundedRouting) -> Tensor:
+    """(P,), the experts of the pairs that there are."""
+    return routing.experts[: int(routing.token_offsets[-1])]
+
+
+def tensors_of(
+    dtype: torch.dtype, activation: str, T: int = 600, d: int = 264, n: int = 136, E: int = 6
+) -> list[Tensor]:
+    """x, w1, w2, router, bias1, bias2."""
+    hidden = 2 * n if is_gated(activation) else n
+    return [
+        random(T, d, dtype=dtype),
+        random(E, hidden, d, dtype=dtype, scale=d**-0.5),
+        random(E, d, n, dtype=dtype, scale=n**-0.5),
+        random(E, d, dtype=dtype, scale=d**-0.5),
+        random(E, hidden, dtype=dtype, scale=0.5),
+        random(E, d, dtype=dtype, scale=0.5),
+    ]
+
+
+@both_dtypes
+@pytest.mark.parametrize("method", ["nearest", "up"])
+@pytest.mark.parametrize(
+    ("activation", "convention"),
+    [("swiglu", "topk_softmax"), ("relu2", "softmax_topk"), ("gelu", "softmax_topk_renormalised")],
+)
+def test_biases_and_activations_against_autograd(
+    activation: str, convention: str, method: str, dtype: str, routings: list[RoundedRouting]
+) -> None:
+    """With the pairs that the layer has kept: which of two near-equal weights is larger is a matter of rounding."""
+    k, m_tile = 3, 128
+    tensors = tensors_of(DTYPES[dtype], activation)
+    leaves = leaves_of(*tensors)
+    x, w1, w2, router, bias1, bias2 = leaves
+    out, said = function.rounded_moe_layer(x, w1, w2, router, k, m_tile, method, convention, activation, bias1, bias2)
+    kept, grad = kept_of(routings[0]), random(*x.shape, dtype=DTYPES[dtype], scale=2.0)
+    assert kept.numel() != int(said.counts.sum())
+    indices = function.choose_experts(tensors[0], tensors[3], k, convention)[1]
+    with full_precision():
+        plain = leaves_of(*(t.float() for t in tensors))
+        want = plain_rounded_layer(plain, indices, kept, routings[0].token_offsets, convention, activation)
+        expected = gradients(want, plain, grad.float())
+    assert_close(gradients(out, leaves, grad), expected, TOLERANCES[dtype])
+
+
+def test_a_graph_draws_anew_at_every_replay(routings: list[RoundedRouting]) -> None:
+    """``stochastic`` with the default generator: whatever it has drawn, each expert has one of two numbers of tokens,
+    and the layer computes the pairs that were kept."""
+    m_tile, experts = 128, 16
+    leaves = leaves_of(*tensors_of(torch.bfloat16, "swiglu", T=3000, d=512, n=256, E=experts)[:4])
+    grad = random(3000, 512)
+
+    def step() -> tuple[Tensor, Tensor, list[Tensor]]:
+        out, said = function.rounded_moe_layer(*leaves, 4, m_tile, "stochastic")
+        return out, said.counts, list(torch.autograd.grad(out, leaves[1:3], grad))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out, counts, found = step()
+    captured, numbers = routings[-1], set()
+    for _ in range(6):
+        graph.replay()
+        torch.cuda.synchronize()
+        kept = torch.bincount(kept_of(captured), minlength=experts)
+        down, up = (round_counts(counts, 3000, m_tile, method) for method in ("down", "up"))
+        assert bool(((kept == down) | (kept == up)).all())
+        assert bool((kept % m_tile == 0)[down % m_tile == 0].all())
+        numbers.add(tuple(kept.tolist()))
+        x, w1, w2, _ = leaves
+        alone = function.routed_experts(x, w1, w2, captured.scores.detach(), captured.experts, captured.token_offsets)
+        assert_equal([out, *found], [alone, *torch.autograd.grad(alone, [w1, w2], grad)])
+    assert len(numbers) > 1
 
 
 @both_dtypes

@@ -6,17 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expert_reference import plain_rounded_layer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from harness.interface import ROUTER_CONVENTIONS, LayerSpec, Point, Problem, RoutingSpec
 from harness.operations import get_operation
 from harness.problem import make_problem
 from harness.shapes import MoEShape
+from harness.token_rounding import ROUNDINGS, round_counts
 from implementations.sonicmoe_triton import SonicMoETriton, function
+from implementations.sonicmoe_triton.activations import is_gated
 from implementations.sonicmoe_triton.layer import SonicMoE, load_balancing_loss
-from implementations.sonicmoe_triton.rounding import ROUNDINGS, pairs_bound
+from implementations.sonicmoe_triton.rounding import RoundedRouting, pairs_bound, round_routing
 
 SMALL = "40,16,8,6,2"
 TILE = 8
@@ -72,6 +76,83 @@ def test_the_gate_sees_another_rounding() -> None:
     assert result.reason is not None and "keep another number of tokens than down gives" in result.reason
 
 
+@pytest.fixture
+def routings(monkeypatch: pytest.MonkeyPatch) -> list[RoundedRouting]:
+    """Those that the layer makes, one after the other."""
+    made: list[RoundedRouting] = []
+
+    def make(*args: object) -> RoundedRouting:
+        made.append(round_routing(*args))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(function, "round_routing", make)
+    return made
+
+
+def kept_of(routing: RoundedRouting) -> Tensor:
+    """(P,), the experts of the pairs that there are."""
+    return routing.experts[: int(routing.token_offsets[-1])]
+
+
+@pytest.mark.parametrize(
+    ("activation", "convention", "method"),
+    [
+        ("swiglu", "topk_softmax", "nearest"),
+        ("relu2", "softmax_topk", "up"),
+        ("gelu", "softmax_topk_renormalised", "down"),
+        ("geglu", "topk_softmax", "balanced"),
+    ],
+)
+def test_biases_and_activations_against_autograd(
+    activation: str, convention: str, method: str, routings: list[RoundedRouting]
+) -> None:
+    T, d, n, E, k = 40, 16, 8, 6, 2
+    hidden = 2 * n if is_gated(activation) else n
+    tensors = [
+        random(T, d), random(E, hidden, d, scale=0.3), random(E, d, n), random(E, d), random(E, hidden), random(E, d)
+    ]  # fmt: skip
+    leaves, plain = leaves_of(*tensors), leaves_of(*tensors)
+    x, w1, w2, router, bias1, bias2 = leaves
+    out, _ = function.rounded_moe_layer(x, w1, w2, router, k, TILE, method, convention, activation, bias1, bias2)
+    indices = function.choose_experts(tensors[0], tensors[3], k, convention)[1]
+    want = plain_rounded_layer(plain, indices, kept_of(routings[0]), routings[0].token_offsets, convention, activation)
+    grad = random(T, d, scale=2.0)
+    found, expected = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, plain, grad)
+    for a, b in zip((out, *found), (want, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_stochastic_draws_anew_by_the_default_generator(routings: list[RoundedRouting]) -> None:
+    torch.manual_seed(0)
+    leaves, numbers = tensors(), set()
+    for _ in range(6):
+        _, said = function.rounded_moe_layer(*leaves, 2, TILE, "stochastic")
+        found = torch.bincount(kept_of(routings[-1]), minlength=6)
+        down, up = (round_counts(said.counts, 40, TILE, method) for method in ("down", "up"))
+        assert ((found == down) | (found == up)).all()
+        numbers.add(tuple(found.tolist()))
+    assert len(numbers) > 1
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["default generator", "draws"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_rounds_the_same_again(reentrant: bool, given: bool, routings: list[RoundedRouting]) -> None:
+    leaves, draws = tensors(), torch.arange(6) if given else None
+    torch.manual_seed(0)
+
+    def run(*of: Tensor) -> Tensor:
+        return function.rounded_moe_layer(*of, 2, TILE, "stochastic", draws=draws)[0]
+
+    out = checkpoint(run, *leaves, use_reentrant=reentrant)
+    assert isinstance(out, Tensor)
+    out.square().sum().backward()
+    first, second = routings
+    assert torch.equal(first.experts, second.experts)
+    torch.manual_seed(0)
+    want = torch.autograd.grad(run(*(plain := tensors())).square().sum(), plain)
+    assert all(leaf.grad is not None and torch.equal(leaf.grad, g) for leaf, g in zip(leaves, want, strict=True))
+
+
 def test_tokens_without_an_expert_are_zero() -> None:
     x, w1, w2, router = tensors()
     x = x[:12].detach().requires_grad_()
@@ -114,6 +195,17 @@ def test_operators_find_what_the_eager_layer_finds() -> None:
 
 
 @pytest.mark.parametrize("method", ROUNDINGS)
+def test_the_layer_traces_on_meta_tensors(method: str) -> None:
+    layer = SonicMoE(16, 8, 6, 2, bias=True, rounding=method, m_tile=8, device="meta")
+    x = torch.empty(5, 8, 16, device="meta", requires_grad=True)
+    out, said = layer.forward_with_router(x)
+    assert out.is_meta and out.shape == x.shape and said.logits.shape == (40, 6)
+    leaves = [x, *layer.parameters()]
+    for leaf, found in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert found.is_meta and found.shape == leaf.shape
+
+
+@pytest.mark.parametrize("method", ROUNDINGS)
 @pytest.mark.parametrize("convention", ["topk_softmax", "softmax_topk"])
 def test_fake_tensors_have_the_sizes(method: str, convention: str) -> None:
     with FakeTensorMode():
@@ -151,10 +243,58 @@ def test_bad_roundings_are_named() -> None:
         SonicMoE(16, 8, 6, 2, rounding="neares")
     with pytest.raises(ValueError, match="m_tile = 0"):
         SonicMoE(16, 8, 6, 2, rounding="up", m_tile=0)
-    with pytest.raises(ValueError, match="unknown rounding"):
+    with pytest.raises(ValueError, match="m_tile = 0"):
+        SonicMoE(16, 8, 6, 2, m_tile=0)
+    with pytest.raises(ValueError, match="unknown rounding 'neares'; choose from nearest"):
         function.rounded_moe_layer(*tensors(), 2, 8, "neares")
+    with pytest.raises(ValueError, match="unknown added_weight 'x'; choose from renormalised"):
+        function.rounded_moe_layer(*tensors(), 2, 8, added_weight="x")
     with pytest.raises(ValueError, match="K = 7"):
         function.rounded_moe_layer(*tensors(), 7)
+
+
+@pytest.mark.parametrize("m_tile", [8.5, 8.0, True, "nearest", None])
+def test_a_tile_is_a_number_of_rows(m_tile: object) -> None:
+    match = f"m_tile = {m_tile!r}: must be an integer"
+    for rounding in (None, "up"):
+        with pytest.raises(ValueError, match=match):
+            SonicMoE(16, 8, 6, 2, rounding=rounding, m_tile=m_tile)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=match):
+        function.rounded_moe_layer(*tensors(), 2, m_tile)  # type: ignore[arg-type]
+
+
+def test_a_tile_beyond_all_integers_changes_nothing() -> None:
+    leaves = tensors()
+    for method in ROUNDINGS:
+        out, _ = function.rounded_moe_layer(*leaves, 2, 2**70, method)
+        torch.testing.assert_close(out, function.moe_layer(*leaves, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"draws": torch.zeros(6, dtype=torch.int64)}, "draws: for the rounding 'stochastic' only, not 'up'"),
+        ({"generator": torch.Generator()}, "generator: for the rounding 'stochastic' only, not 'up'"),
+        ({"generator": 3, "rounding": "stochastic"}, "generator must be a torch.Generator, not int"),
+        ({"draws": 3, "rounding": "stochastic"}, r"draws must be \(6,\) integers on cpu, not int"),
+    ],
+)
+def test_bad_draws_are_named(arguments: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        function.rounded_moe_layer(*tensors(), 2, **({"m_tile": 8, "rounding": "up"} | arguments))  # type: ignore[arg-type]
+
+
+def test_too_many_rows_are_refused_before_anything_is_computed() -> None:
+    """Top-K's rows would do; what rounding may add to them would not."""
+    x = torch.empty(2**28, 16, dtype=torch.float16, device="meta")
+    weights = [torch.empty(s, dtype=torch.float16, device="meta") for s in ((6, 16, 16), (6, 16, 8), (6, 16))]
+    with _Watched() as watched, pytest.raises(ValueError) as raised:
+        function.rounded_moe_layer(x, *weights, 2, 2**28, "up")
+    assert str(raised.value) == (
+        f"T = {2**28} tokens and E = 6 experts may have {2**28 * 6} pairs by the rounding 'up' to m_tile = {2**28}: "
+        f"must be below {2**30}"
+    )
+    assert not watched.seen
 
 
 def test_autocast_changes_nothing() -> None:
@@ -163,6 +303,29 @@ def test_autocast_changes_nothing() -> None:
         found, said = function.rounded_moe_layer(*leaves, 2, 8)
     want, _ = function.rounded_moe_layer(*leaves, 2, 8)
     assert said.logits.dtype == torch.float32 and torch.equal(found, want)
+
+
+def test_autocast_around_the_backward_changes_no_gradient() -> None:
+    def gradients(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        out, said = function.rounded_moe_layer(*leaves, 2, 8)
+        loss = (out * random(40, 16)).sum() + load_balancing_loss(said)
+        return torch.autograd.grad(loss, leaves)
+
+    want = gradients(tensors())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients(tensors())
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_logits_have_the_gradient_of_a_product() -> None:
+    """Bit for bit, and only where it is wanted."""
+    x, _, _, router = tensors()
+    grad = random(40, 6)
+    found = torch.autograd.grad(function._logits(x, router), [x, router], grad)
+    want = torch.autograd.grad(torch.mm(x, router.t()), [x, router], grad)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    alone = torch.autograd.grad(function._logits(x.detach(), router), router, grad)
+    assert torch.equal(alone[0], want[1])
 
 
 @pytest.mark.parametrize("convention", ["topk_softmax", "softmax_topk"])

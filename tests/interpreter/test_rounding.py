@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness.interface import ROUTER_CONVENTIONS
-from harness.token_rounding import GeneralRouting, round_counts, route_by
-from implementations.sonicmoe_triton import rounding, rounding_kernels
-from implementations.sonicmoe_triton.rounding import ROUNDINGS, RoundedRouting, pairs_bound, round_routing
+from harness.token_rounding import ADDED_WEIGHTS, ROUNDINGS, GeneralRouting, round_counts, route_by
+from implementations.sonicmoe_triton import rounding_kernels
+from implementations.sonicmoe_triton.rounding import RoundedRouting, pairs_bound, round_routing
 
 
 @pytest.fixture
@@ -105,10 +107,16 @@ def test_small_and_extreme_sizes(method: str) -> None:
 def test_a_tile_of_one_and_a_tile_beyond_all_tokens_change_nothing(method: str) -> None:
     logits = tied(20, 5, 4, 4)
     want = route_by(logits, 2, "top_k")
-    for m_tile in (1, 21, 2**40):
+    for m_tile in (1, 21, 2**40, 2**63 - 1):
         assert pairs_bound(20, 5, 2, m_tile, method) == 40
         got, _ = compare(logits, 2, m_tile, method)
         check(got, want, 40)
+
+
+@pytest.mark.parametrize("method", ROUNDINGS)
+def test_a_tile_beyond_all_integers_changes_nothing(method: str) -> None:
+    logits = tied(20, 5, 4, 4)
+    check(round_routing(logits, 2, 2**70, method), route_by(logits, 2, "top_k"), 40)
 
 
 @pytest.mark.parametrize("method", ROUNDINGS)
@@ -158,7 +166,7 @@ def test_numbers_near_the_edges(small_blocks: None) -> None:
 
 
 @pytest.mark.parametrize("convention", ROUTER_CONVENTIONS)
-@pytest.mark.parametrize("added_weight", rounding.ADDED_WEIGHTS)
+@pytest.mark.parametrize("added_weight", ADDED_WEIGHTS)
 @pytest.mark.parametrize("method", ["up", "down"])
 def test_weights_and_their_gradient(small_blocks: None, convention: str, added_weight: str, method: str) -> None:
     logits = skewed(37, 6, 10).requires_grad_()
@@ -195,6 +203,41 @@ def test_stochastic_numbers() -> None:
         assert torch.equal(extreme.token_offsets, route_by(logits, 2, method, 16).token_offsets)
 
 
+def test_numbers_out_of_range_round_up_nobody_who_needs_no_rounding() -> None:
+    """Each expert has a whole tile already: one tile more for each would be more pairs than the tensors hold."""
+    logits = torch.zeros(24, 3)
+    logits[:8, 0] = logits[8:16, 1] = logits[16:, 2] = 5.0
+    want = route_by(logits, 1, "top_k")
+    for number in (-1, -(2**62), 8, 2**62):
+        got = round_routing(logits, 1, 8, "stochastic", draws=torch.full((3,), number))
+        check(got, want, pairs_bound(24, 3, 1, 8, "stochastic"))
+    # The same of experts that are rounded.
+    logits = tied(60, 4, 4, 11)
+    for number, method in ((-3, "up"), (2**40, "down")):
+        got = round_routing(logits, 2, 16, "stochastic", draws=torch.full((4,), number))
+        assert torch.equal(got.token_offsets, route_by(logits, 2, method, 16).token_offsets)
+
+
+def test_pairs_beyond_the_tensors_are_not_written(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the bound too small, the rest of the memory would stay as it was."""
+    logits = tied(40, 5, 4, 4)
+    whole = round_routing(logits, 2, 8, "up")
+    room, bound = len(whole.experts), 50
+    memory = {torch.float32: torch.full((room,), -7.0), torch.int32: torch.full((room,), -7, dtype=torch.int32)}
+    own_empty = torch.empty
+
+    def empty(*size: object, dtype: torch.dtype = torch.float32, **kwargs: object) -> Tensor:
+        return memory[dtype][:bound] if size == (bound,) else own_empty(*size, dtype=dtype, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(rounding_kernels, "pairs_bound", lambda *_: bound)
+    monkeypatch.setattr(torch, "empty", empty)
+    got, _ = rounding_kernels.forward(logits, rounding_kernels.Kind(5, 2, True, False), 8, "up", None)
+    assert int(got.token_offsets[-1]) > bound
+    for name, found in (("scores", memory[torch.float32]), ("experts", memory[torch.int32])):
+        assert torch.equal(found[:bound], getattr(whole, name)[:bound])
+        assert (found[bound:] == -7).all()
+
+
 def test_runs_repeat() -> None:
     logits = tied(50, 6, 3, 12)
     runs = []
@@ -227,22 +270,91 @@ def test_the_bound_of_the_number_of_pairs_can_be_reached() -> None:
     assert int(got.token_offsets[-1]) == 3 + 3 + 12 == pairs_bound(12, 3, 1, 3, "up")
 
 
+def all_counts(tokens: int, experts: int, k: int) -> Iterator[Tensor]:
+    for counts in itertools.product(range(tokens + 1), repeat=experts):
+        if sum(counts) == tokens * k:
+            yield torch.tensor(counts)
+
+
+@pytest.mark.parametrize("method", [m for m in ROUNDINGS if m != "stochastic"])
+def test_no_counts_give_more_pairs_than_the_bound(method: str) -> None:
+    """``stochastic`` has the bound of ``up``, which is the most that its numbers can make of it."""
+    reached = 0
+    for tokens, experts in ((1, 1), (4, 1), (3, 4), (6, 3), (7, 3), (9, 2), (13, 2)):
+        for k in range(1, experts + 1):
+            every = list(all_counts(tokens, experts, k))
+            for m_tile in range(1, tokens + 2):
+                most = max(int(round_counts(counts, tokens, m_tile, method).sum()) for counts in every)
+                bound = pairs_bound(tokens, experts, k, m_tile, method)
+                assert most <= bound, (tokens, experts, k, m_tile)
+                if method == "up":
+                    assert bound == pairs_bound(tokens, experts, k, m_tile, "stochastic")
+                reached += most == bound
+    assert reached > 40
+
+
+@pytest.mark.parametrize("method", ROUNDINGS)
+def test_no_random_counts_give_more_pairs_than_the_bound(method: str) -> None:
+    """More experts than can all be rounded up, and fewer; odd and even tiles."""
+    generator = random(21)
+    for _ in range(400):
+        tokens, experts, m_tile = (int(torch.randint(1, n, (), generator=generator)) for n in (80, 60, 24))
+        spread = torch.rand(experts, generator=generator) ** 4
+        k = int(torch.randint(1, min(experts, 6) + 1, (), generator=generator))
+        # K different experts of each token, some of them more often than others.
+        ranks = torch.rand(tokens, experts, generator=generator) * spread
+        counts = torch.bincount(ranks.topk(k, 1).indices.flatten(), minlength=experts)
+        rounded = round_counts(counts, tokens, m_tile, method, generator)
+        assert int(rounded.sum()) <= pairs_bound(tokens, experts, k, m_tile, method)
+
+
+def test_the_bound_knows_how_many_experts_can_be_rounded_up() -> None:
+    for counts, tokens, m_tile, method, bound in (
+        ([2, 2, 2, 2, 0, 0, 0, 0], 8, 3, "nearest", 12),  # a remainder of 2 at least: four of eight experts
+        ([3, 3, 3, 0, 0, 0], 9, 5, "nearest", 15),
+        ([1] * 12 + [0] * 88, 12, 3, "up", 36),  # a pair at least
+        ([1] * 12 + [0] * 88, 12, 3, "stochastic", 36),
+    ):
+        assert pairs_bound(tokens, len(counts), 1, m_tile, method) == bound
+        if method != "stochastic":
+            assert int(round_counts(torch.tensor(counts), tokens, m_tile, method).sum()) == bound
+    assert pairs_bound(128, 64, 1, 128, "nearest") == 128 + 2 * 64
+    assert pairs_bound(16384, 256, 8, 128, "nearest") == 16384 * 8 + 256 * 64
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ({"rounding": "top_k"}, "rounding 'top_k'"),
-        ({"convention": "sigmoid"}, "convention 'sigmoid'"),
-        ({"added_weight": "zero"}, "added_weight 'zero'"),
-        ({"k": 0}, "k = 0"),
-        ({"k": 5}, "k = 5"),
-        ({"m_tile": 0}, "m_tile"),
+        ({"rounding": "top_k"}, "unknown rounding 'top_k'; choose from nearest"),
+        ({"rounding": None}, "unknown rounding None; choose from nearest"),
+        ({"convention": "sigmoid"}, "unknown router convention 'sigmoid'; choose from topk_softmax"),
+        ({"added_weight": "zero"}, "unknown added_weight 'zero'; choose from renormalised"),
+        ({"k": 0}, "K = 0: must be between 1 and 4"),
+        ({"k": 5}, "K = 5: must be between 1 and 4"),
+        ({"k": 2.0}, "K = 2.0: must be an integer"),
+        ({"m_tile": 0}, "m_tile = 0: must be at least 1"),
+        ({"m_tile": -8}, "m_tile = -8: must be at least 1"),
+        ({"m_tile": 8.5}, "m_tile = 8.5: must be an integer"),
+        ({"m_tile": 8.0}, "m_tile = 8.0: must be an integer"),
+        ({"m_tile": True}, "m_tile = True: must be an integer"),
+        ({"m_tile": "nearest"}, "m_tile = 'nearest': must be an integer"),
+        ({"m_tile": None}, "m_tile = None: must be an integer"),
         ({"logits": torch.zeros(4)}, "logits"),
         ({"logits": torch.zeros(3, 4, dtype=torch.int64)}, "logits"),
         ({"logits": torch.zeros(3, 0)}, "E = 0"),
         ({"logits": torch.zeros(3, 1025)}, "E = 1025"),
-        ({"logits": torch.zeros(3, 100), "k": 65}, "k = 65"),
-        ({"logits": torch.zeros(1, 4).expand(2**30, 4)}, "2147483648 pairs"),
-        ({"draws": torch.zeros(4, dtype=torch.int64)}, "draws"),
+        ({"logits": torch.zeros(3, 100), "k": 65}, "K = 65"),
+        (
+            {"logits": torch.zeros(1, 4).expand(2**30, 4)},
+            "T = 1073741824 tokens and E = 4 experts may have 2147483648 pairs by the rounding 'down' to m_tile = 2: "
+            "must be below 2147483648",
+        ),
+        ({"draws": torch.zeros(4, dtype=torch.int64)}, "draws: for the rounding 'stochastic' only, not 'down'"),
+        ({"generator": torch.Generator()}, "generator: for the rounding 'stochastic' only, not 'down'"),
+        ({"generator": 3, "rounding": "stochastic"}, "generator must be a torch.Generator, not int"),
+        ({"draws": [0, 0, 0, 0], "rounding": "stochastic"}, r"draws must be \(4,\) integers on cpu, not list"),
+        ({"draws": torch.zeros(4, dtype=torch.bool), "rounding": "stochastic"}, "not .* torch.bool on cpu"),
+        ({"draws": torch.zeros(4, dtype=torch.int64, device="meta"), "rounding": "stochastic"}, "on meta"),
         ({"draws": torch.zeros(3, dtype=torch.int64), "rounding": "stochastic"}, "draws"),
         ({"draws": torch.zeros(4), "rounding": "stochastic"}, "draws"),
         (
@@ -262,5 +374,5 @@ def test_bad_arguments_are_refused_by_name(arguments: dict[str, object], name: s
 
 
 def test_a_bound_needs_a_known_rounding() -> None:
-    with pytest.raises(ValueError, match="rounding 'x'"):
+    with pytest.raises(ValueError, match="unknown rounding 'x'; choose from nearest"):
         pairs_bound(3, 4, 2, 2, "x")

@@ -1,0 +1,140 @@
+"""The figure of open models from made-up rows, and the sizes of its sweep against the models' published totals."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plots import failed, ratio, synthetic
+
+from harness.registry import default_registry
+from harness.shapes import MoEShape
+from harness.sweep import load_sweep
+from plots import open_models as figure
+from plots import rows as table
+from plots import style
+
+REGISTRY = default_registry()
+SHAPES = figure.models()
+SPEED = {"sonicmoe_official": 0.9, "sonicmoe_triton": 1.0, "scattermoe": 0.5, "megablocks": 0.45, "deepgemm": 0.6,
+         "torch_grouped_mm": 0.48}  # fmt: skip
+
+
+def rows() -> list[dict[str, Any]]:
+    """Numbers for all but: ScatterMoE at the last model, MegaBlocks at one without any row, an unstable one."""
+    found = []
+    for index, (model, shape) in enumerate(SHAPES.items()):
+        for name, speed in SPEED.items():
+            for direction, factor in (("forward", 1.0), ("backward", 1.1), ("forward_backward", 1.05)):
+                place = {"implementation": name, "shape": shape, "direction": direction, "sweep": "open_models"}
+                if name == "scattermoe" and model == "DeepSeek-V3.2":
+                    found.append(failed("unsupported", "its kernels address tensors by 32-bit offsets", **place))
+                elif name == "megablocks" and model == "gpt-oss-20b":
+                    continue
+                else:
+                    rate = (430 + 40 * index) * speed * factor
+                    ms = {"forward": 6, "backward": 12}.get(direction, 18) * _units(shape) / rate / 1e9
+                    status = "unstable" if (name, model) == ("deepgemm", "Qwen3-Next-80B-A3B") else "ok"
+                    found.append(synthetic(
+                        **place, tflops={"device": rate, "host": rate, "hardware": rate}, status=status,
+                        device_ms={"median": ms, "ci95": [ms * 0.98, ms * 1.02], "samples": 40, "basis": "graph"},
+                        reason="" if status == "ok" else "clock drifted by 9 %",
+                    ))  # fmt: skip
+        found.append(ratio("sonicmoe_official", "sonicmoe_triton", shape, 1.11, sweep="open_models"))
+        if model != "DeepSeek-V3.2":
+            found.append(ratio("scattermoe", "sonicmoe_triton", shape, 2.0, sweep="open_models"))
+    return found
+
+
+def _units(shape: str) -> int:
+    T, d, n, _, K = (int(size) for size in shape.split(","))
+    return T * n * K * d
+
+
+def test_the_sweep() -> None:
+    sweep = load_sweep("open_models", REGISTRY)
+    assert list(SHAPES.values()) == [str(shape) for shape in sweep.shapes] and sweep.figure == figure.NAME
+    assert figure.implementations() == list(SPEED)
+    assert len(sweep.points) == 6 * len(SPEED)
+    pairs = [(found.numerator, found.denominator) for found in sweep.ratios]
+    for numerator in ("sonicmoe_official", "scattermoe"):
+        assert pairs.count((numerator, "sonicmoe_triton")) == 6
+    assert pairs.count(("sonicmoe_triton", "sonicmoe_triton")) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "layers", "low", "high"),
+    [
+        # Layers with experts, and the share of the model's published total that its experts make up.
+        ("OLMoE-1B-7B", (2048, 1024, 64, 8), 16, 6.2e9, 6.9e9),
+        ("gpt-oss-20b", (2880, 2880, 32, 4), 24, 18.8e9, 20.9e9),
+        ("Kimi-Linear-48B-A3B", (2304, 1024, 256, 8), 26, 46e9, 49e9),
+        ("Qwen3-Next-80B-A3B", (2048, 512, 512, 10), 48, 76e9, 80e9),
+        ("Qwen3-235B-A22B", (4096, 1536, 128, 8), 94, 226e9, 235e9),
+        ("DeepSeek-V3.2", (7168, 2048, 256, 8), 58, 645e9, 671e9),
+    ],
+)
+def test_sizes_make_up_the_models_totals(
+    model: str, sizes: tuple[int, ...], layers: int, low: float, high: float
+) -> None:
+    shape = MoEShape.parse(SHAPES[model])
+    assert (shape.d, shape.n, shape.E, shape.K) == sizes and shape.T == 16384
+    assert low < layers * 3 * shape.E * shape.d * shape.n < high
+
+
+def test_what_cannot_do_a_shape_is_known_before_it_runs() -> None:
+    sweep = load_sweep("open_models", REGISTRY)
+    named = {shape: model for model, shape in SHAPES.items()}
+    refused = {
+        (point.implementation, named[str(point.shape)]): REGISTRY.get(point.implementation).unsupported_reason(point)
+        for point in sweep.points
+    }
+    assert {key for key, reason in refused.items() if reason} == {("scattermoe", "DeepSeek-V3.2")}
+    assert "32-bit offsets" in (refused["scattermoe", "DeepSeek-V3.2"] or "")
+
+
+def test_bars() -> None:
+    layers = table.layers(table.one_gpu(rows()))
+    notes = style.Footnotes()
+
+    def bar(name: str, model: str, direction: str = "forward") -> figure.Bar:
+        return figure.model_bar(layers, name, model, SHAPES[model], direction, notes)
+
+    official = bar("sonicmoe_official", "OLMoE-1B-7B")
+    assert official.value == pytest.approx(430 * 0.9) and official.text == ""
+    assert official.low < official.value < official.high
+    assert bar("deepgemm", "Qwen3-Next-80B-A3B").unstable
+    assert bar("megablocks", "gpt-oss-20b").text == "not measured"
+    scattermoe = bar("scattermoe", "DeepSeek-V3.2", "forward_backward")
+    assert math.isnan(scattermoe.value) and scattermoe.text == "unsupported¹"
+    assert "32-bit offsets" in notes.lines(200)[0]
+
+
+def test_ratios_stand_below_the_models() -> None:
+    everything = table.one_gpu(rows())
+    compared = {name: figure.ratios(everything, figure.REFERENCE, name) for name in figure.BASELINES}
+    text = figure.ratio_text(compared, SHAPES["OLMoE-1B-7B"], {})
+    assert text == "SonicMoE / ours 1.11×\nScatterMoE / ours 2.00×"
+    assert figure.ratio_text(compared, SHAPES["DeepSeek-V3.2"], {}) == "SonicMoE / ours 1.11×"
+    assert figure.ratio_text(compared, table.HEADLINE_SHAPE, {}) == ""
+
+
+@pytest.mark.parametrize("state", ["none", "all", "one", "failures"])
+def test_the_figure_from_every_state(state: str, tmp_path: Path) -> None:
+    shape = SHAPES["Qwen3-Next-80B-A3B"]
+    found = {
+        "none": list,
+        "all": rows,
+        "one": lambda: [synthetic("my_moe", shape)],
+        "failures": lambda: [failed("out_of_memory", "no room", shape=shape, direction="forward")],
+    }[state]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = figure.draw(found, tmp_path / "first")
+        second = figure.draw(random.Random(0).sample(found, len(found)), tmp_path / "second")
+    assert [path.name for path in first] == ["open_models.svg", "open_models.png"]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
