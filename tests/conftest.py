@@ -30,6 +30,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = ["test_triton_compile_*.py"] if INTERPRETED else ["interpreter"]
 
 
+@pytest.fixture(autouse=True)
+def _small_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a figure's time goes into its pixels, which no test looks at."""
+    if request.module.__name__.startswith("test_plots"):
+        from plots import style
+
+        monkeypatch.setattr(style, "PNG_DPI", 40)
+
+
 def point_of(
     shape: str,
     dtype: str = "float32",
