@@ -438,7 +438,7 @@ def _local_imports(path: Path, root: Path, module_level: bool) -> set[Path]:
                 return False
         return True
 
-    for node in _imports(_parse(path), module_level):
+    for node in _import_statements(path.read_bytes(), path.name, module_level):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 parts = alias.name.split(".")
@@ -460,8 +460,15 @@ def _local_imports(path: Path, root: Path, module_level: bool) -> set[Path]:
     return found
 
 
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_bytes(), filename=path.name)
+@functools.lru_cache(maxsize=1024)
+def _import_statements(source: bytes, name: str, module_level: bool) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    return tuple(_imports(_parsed(source, name), module_level))
+
+
+@functools.lru_cache(maxsize=512)
+def _parsed(source: bytes, name: str) -> ast.Module:
+    """Of equal sources once: most plugins import the same files. Nobody changes the tree."""
+    return ast.parse(source, filename=name)
 
 
 def _refuse_heavy_imports(path: Path, root: Path) -> None:
@@ -473,7 +480,7 @@ def _refuse_heavy_imports(path: Path, root: Path) -> None:
         if file in seen:
             continue
         seen.add(file)
-        for node in _imports(_parse(file), module_level=True):
+        for node in _import_statements(file.read_bytes(), file.name, True):
             if isinstance(node, ast.ImportFrom):
                 names = [] if node.level else [node.module or ""]
             else:

@@ -66,7 +66,7 @@ def boxes(element: str, *sides: int) -> str:
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["up", "dH"])
-@pytest.mark.parametrize(("layer", "element"), [*((layer, "bf16") for layer in LAYERS), ("7B", "fp32")])
+@pytest.mark.parametrize(("layer", "element"), [("7B", "bf16"), ("120B", "bf16"), ("7B", "fp32")])
 def test_plain_gathered_gemm(layer: str, element: str, transposed: bool) -> None:
     d, n = LAYERS[layer]
     size = 4 if element == "fp32" else 2
@@ -80,7 +80,7 @@ def test_plain_gathered_gemm(layer: str, element: str, transposed: bool) -> None
     check_gemm(compiled, element, gathers=True)
 
 
-@pytest.mark.parametrize(("layer", "element"), [*((layer, "bf16") for layer in LAYERS), ("7B", "fp32")])
+@pytest.mark.parametrize(("layer", "element"), [("7B", "bf16"), ("120B", "bf16"), ("7B", "fp32")])
 def test_scattered_down_projection(layer: str, element: str) -> None:
     d, n = LAYERS[layer]
     tile = tiles.choose(tiles.DOWN_PROJECTION, d, n, 4 if element == "fp32" else 2)
@@ -132,7 +132,7 @@ MEMORY_BOUND = {
 }
 
 
-@pytest.mark.parametrize("width", [256, 768, 1536, 4096, 72])
+@pytest.mark.parametrize("width", [4096, 72])
 @pytest.mark.parametrize("name", MEMORY_BOUND)
 def test_memory_bound(name: str, width: int) -> None:
     kernel, elements = MEMORY_BOUND[name]

@@ -37,7 +37,7 @@ MOVING: dict[str, tuple[Any, dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("name", list(MOVING))
-@pytest.mark.parametrize("width", [256, 768, 1536, 4096])
+@pytest.mark.parametrize("width", [256, 4096])
 def test_moving(name: str, width: int, tmp_path: Path) -> None:
     kernel, arguments, elements = MOVING[name]
     block, _ = column_block(width, 2)
@@ -48,7 +48,7 @@ def test_moving(name: str, width: int, tmp_path: Path) -> None:
     assert name == "score_gradient" or "st.global.v4" in facts.ptx
 
 
-@pytest.mark.parametrize("experts", [1, 32, 100, 256, 1024])
+@pytest.mark.parametrize("experts", [1, 100, 1024])
 def test_routing(experts: int, tmp_path: Path) -> None:
     names = ("gather", "row_scores", "expert_offsets", "tile_expert", "tile_row")
     arguments = dict.fromkeys((*names, "padded_gather", "padded_scores", "expert_of_row"), INT32)

@@ -46,8 +46,7 @@ def outputs(name: str, problem: Problem) -> Mapping[str, Tensor]:
     return layer.outputs(layer.forward(problem.x))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("distribution", ["uniform", "empty_experts"])
+@pytest.mark.parametrize(("dtype", "distribution"), [("float32", "uniform"), ("float16", "empty_experts")])
 @pytest.mark.parametrize(("name", "operation", "variant"), CASES)
 def test_gate(name: str, operation: str, variant: str, distribution: str, dtype: str) -> None:
     for shape in SHAPES if dtype == "float32" else SHAPES[1:]:

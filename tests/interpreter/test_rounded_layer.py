@@ -56,8 +56,9 @@ def test_the_gate_passes_every_rounding(method: str) -> None:
     assert (dropped > 0) == (method != "up") and (added > 0) == (method != "down")
 
 
-@pytest.mark.parametrize("convention", ROUTER_CONVENTIONS)
-@pytest.mark.parametrize("distribution", ["skewed", "empty_experts"])
+@pytest.mark.parametrize(
+    ("convention", "distribution"), zip(ROUTER_CONVENTIONS, ("skewed", "empty_experts", "skewed"), strict=True)
+)
 def test_the_gate_passes_conventions_and_distributions(convention: str, distribution: str) -> None:
     check(problem_of(SMALL, "nearest", distribution, convention))
 
@@ -339,7 +340,7 @@ def test_the_operator_keeps_its_promises(convention: str) -> None:
     torch.library.opcheck(operator, (logits, None, 6, 2, divided, False, 8, "nearest"), test_utils=tests)
 
 
-@pytest.mark.parametrize("method", ["nearest", "stochastic"])
+@pytest.mark.parametrize("method", ["stochastic"])
 def test_compiles_whole_with_any_number_of_tokens(method: str) -> None:
     layer = SonicMoE(16, 8, 3, 2, rounding=method, m_tile=8)
 
