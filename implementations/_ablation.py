@@ -23,12 +23,12 @@ class Ablation(Implementation):
     dtypes = SonicMoETriton.dtypes
     # More specific parts first. The GEMMs are found by the names that they share with the fused ones.
     kernel_roles = (
-        ("_ablation_gather_", "gather"),
-        ("_ablation_swiglu_backward_", "dH"),
-        ("_ablation_scaled_swiglu_", "dH"),
-        ("_ablation_score_gradient_", "dH"),
-        ("_ablation_epilogue_", "dH"),
-        ("_ablation_swiglu_", "activation"),
+        ("_apart_gather_", "gather"),
+        ("_apart_swiglu_backward_", "dH"),
+        ("_apart_scaled_swiglu_", "dH"),
+        ("_apart_score_gradient_", "dH"),
+        ("_apart_epilogue_", "dH"),
+        ("_apart_swiglu_", "activation"),
         *SonicMoETriton.kernel_roles,
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.interface import Kernel, Problem
-from implementations import _ablation_gluon, _ablation_kernels
+from implementations import _ablation_gluon, _ablation_kernels, _separate_kernels
 from implementations.sonicmoe_triton import (
     contiguous_gemm,
     gluon_gathered,
@@ -49,7 +49,7 @@ class CopiedGatherM(kernel_layers.GatherM):
         self.gather, self.routing = copied(self.routing)
 
     def forward(self, x: Tensor) -> Any:
-        return super().forward(_ablation_kernels.gather_rows(x, self.gather))
+        return super().forward(_separate_kernels.gather_rows(x, self.gather))
 
 
 class CopiedGatherK(kernel_layers.GatherK):
@@ -60,7 +60,7 @@ class CopiedGatherK(kernel_layers.GatherK):
         self.gather, self.routing = copied(self.routing)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_ablation_kernels.gather_rows(x, self.gather))
+        return super().forward(_separate_kernels.gather_rows(x, self.gather))
 
 
 class CopiedHiddenGradient(kernel_layers.HiddenGradient):
@@ -71,7 +71,7 @@ class CopiedHiddenGradient(kernel_layers.HiddenGradient):
         self.gather, self.routing = copied(self.routing)
 
     def forward(self, x: Tensor) -> Any:
-        return super().forward(_ablation_kernels.gather_rows(x, self.gather))
+        return super().forward(_separate_kernels.gather_rows(x, self.gather))
 
 
 def up_projection(x: Tensor, w1: Tensor, routing: Routing) -> Tensor:
@@ -100,7 +100,7 @@ class ActivationGatherM(kernel_layers.GatherM):
 
     def forward(self, x: Tensor) -> Any:
         h = up_projection(x, self.w1, self.routing)
-        return h, _ablation_kernels.swiglu(h)
+        return h, _separate_kernels.swiglu(h)
 
 
 class ActivationHiddenGradient(kernel_layers.HiddenGradient):
@@ -109,9 +109,9 @@ class ActivationHiddenGradient(kernel_layers.HiddenGradient):
     def forward(self, x: Tensor) -> Any:
         h, row_scores = self.operands["h"], self.operands["row_scores"]
         grad_a = hidden_gradient(x, self.operands["down"], self.routing)
-        grad_scores = _ablation_kernels.score_gradient(grad_a, h)
-        scaled_a = _ablation_kernels.scaled_swiglu(h, row_scores)
-        return _ablation_kernels.swiglu_backward(grad_a, h, row_scores), scaled_a, grad_scores
+        grad_scores = _separate_kernels.score_gradient(grad_a, h)
+        scaled_a = _separate_kernels.scaled_swiglu(h, row_scores)
+        return _separate_kernels.swiglu_backward(grad_a, h, row_scores), scaled_a, grad_scores
 
     def outputs(self, found: Any) -> dict[str, Tensor]:
         return dict(zip(("grad_h", "scaled_a", "grad_scores"), found, strict=True))
@@ -122,7 +122,7 @@ class EpilogueHiddenGradient(ActivationHiddenGradient):
 
     def forward(self, x: Tensor) -> Any:
         grad_a = hidden_gradient(x, self.operands["down"], self.routing)
-        return _ablation_kernels.epilogue(grad_a, self.operands["h"], self.operands["row_scores"])
+        return _separate_kernels.epilogue(grad_a, self.operands["h"], self.operands["row_scores"])
 
 
 class PlainDownAggregation(kernel_layers.DownAggregation):

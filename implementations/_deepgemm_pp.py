@@ -15,15 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from implementations._deepgemm_ops import ALIGNMENT, multiply, multiply_back, weight_gradient
-from implementations._deepgemm_pp_kernels import (
-    Padded,
-    gather_rows,
-    pad,
-    scaled_swiglu,
-    score_gradient,
-    swiglu,
-    swiglu_backward,
-)
+from implementations._deepgemm_pp_kernels import Padded, pad
+from implementations._separate_kernels import gather_rows, scaled_swiglu, score_gradient, swiglu, swiglu_backward
 from implementations.sonicmoe_triton.aggregation import aggregate
 from implementations.sonicmoe_triton.metadata import route
 from implementations.sonicmoe_triton.router import router_backward, top_k
@@ -56,7 +49,7 @@ class _LayerFunction(torch.autograd.Function):
         logits = torch.mm(x, router.t())
         scores, experts = top_k(logits, k, convention)
         padded = pad(*route(scores, experts, router.shape[0], ALIGNMENT))
-        h = multiply(deep_gemm, gather_rows(x, padded), w1, padded.expert_of_row)
+        h = multiply(deep_gemm, gather_rows(x, padded.routing.gather), w1, padded.expert_of_row)
         y = multiply(deep_gemm, swiglu(h), w2, padded.expert_of_row)
         out = aggregate(y, padded.routing, weights=padded.scores)
         kept = logits if convention == "softmax_topk" else None
@@ -71,7 +64,7 @@ class _LayerFunction(torch.autograd.Function):
         padded: Padded = ctx.padded
         deep_gemm, expert_of_row = ctx.deep_gemm, padded.expert_of_row
 
-        grad_rows = gather_rows(grad_out, padded)
+        grad_rows = gather_rows(grad_out, padded.routing.gather)
         grad_a = multiply_back(deep_gemm, grad_rows, w2, expert_of_row)
         grad_scores = score_gradient(grad_a, h).index_select(0, padded.routing.reverse).view_as(scores)
         scaled_a = scaled_swiglu(h, padded.scores)
@@ -88,5 +81,7 @@ class _LayerFunction(torch.autograd.Function):
             base=torch.mm(grad_logits, router),
             over_base=True,
         )
-        grad_w1 = weight_gradient(deep_gemm, grad_h, gather_rows(x, padded), padded.counts, padded.counts_host)
+        grad_w1 = weight_gradient(
+            deep_gemm, grad_h, gather_rows(x, padded.routing.gather), padded.counts, padded.counts_host
+        )
         return grad_x, grad_w1, grad_w2, grad_router, None, None, None

@@ -49,11 +49,11 @@ class DeepGemmPP(DeepGemm):
     #: Of the GEMMs: see `DeepGemm._gemm_role`. What SonicMoE's dH kernel has in its epilogue counts as dH here too.
     kernel_roles = (
         ("_pp_routing_", "router"),
-        ("_pp_gather_", "gather"),
-        ("_pp_scaled_swiglu_", "dH"),
-        ("_pp_score_gradient_", "dH"),
-        ("_pp_swiglu_backward_", "dH"),
-        ("_pp_swiglu_", "activation"),
+        ("_apart_gather_", "gather"),
+        ("_apart_scaled_swiglu_", "dH"),
+        ("_apart_score_gradient_", "dH"),
+        ("_apart_swiglu_backward_", "dH"),
+        ("_apart_swiglu_", "activation"),
         ("_aggregation_", "aggregation"),
         ("_router_", "router"),
         ("_routing_", "router"),

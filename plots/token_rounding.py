@@ -412,8 +412,8 @@ class _Figure:
         if self.timed is not None and len(self.timed.of(self.compared)):
             claim = table.claims()["token-rounding-kernel-speedup"]["value"]
             texts.append(
-                "(d) Time with top-K / time with rounding (ratio rows, with their 95 % interval), times rows with "
-                "rounding / rows with top-K, since the two compute different numbers of rows. Dotted: if time went "
+                "(d) Time with top-K / time with rounding (ratio rows of the latest run, 95 % interval), times rows "
+                "with rounding / with top-K, since the two compute different numbers of rows. Dotted: if time went "
                 "with the FLOPs of top-K's padded rows, but for the weight gradients (half of the backward's): they "
                 "contract over rows in shorter steps, whose padding is left out. Filled: the experts. The "
                 f"paper's claim at high sparsity: {claim:.2f}×."

@@ -216,9 +216,9 @@ def test_plugins_say_what_they_take_and_what_differs() -> None:
         assert plugin.differences[operation]
         assert plugin.label in str(plugin.unsupported_reason(wide(name, operation)))
         # Roles of the kernels that are not the layer's own.
-        assert plugin.kernel_role("_ablation_gather_kernel") == "gather"
-        assert plugin.kernel_role("_ablation_swiglu_kernel") == "activation"
-        assert plugin.kernel_role("_ablation_scaled_swiglu_kernel") == "dH"
+        assert plugin.kernel_role("_apart_gather_kernel") == "gather"
+        assert plugin.kernel_role("_apart_swiglu_kernel") == "activation"
+        assert plugin.kernel_role("_apart_scaled_swiglu_kernel") == "dH"
         assert plugin.kernel_role("gluon_ablation_up_projection_kernel") == "up"
         assert plugin.kernel_role("ablation_hidden_gradient_kernel") == "dH"
         assert plugin.kernel_role("scattered_down_projection_kernel") == "down"

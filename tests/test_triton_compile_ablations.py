@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from implementations import _ablation_gluon, _ablation_kernels
+from implementations import _ablation_gluon, _ablation_kernels, _separate_kernels
 from implementations.sonicmoe_triton import gluon_hidden_gradient, gluon_up_projection, tiles
 from implementations.sonicmoe_triton.gluon_common import CONSUMER_WARPS, ENTRY_REGISTERS
 from implementations.sonicmoe_triton.gluon_gathered import ROWS, Options
@@ -123,12 +123,12 @@ def test_gluon_gathered_gemm(layer: str, element: str, transposed: bool, tmp_pat
 
 #: Each kernel and the elements of a program.
 MEMORY_BOUND = {
-    "gather": (_ablation_kernels._ablation_gather_kernel, _ablation_kernels.COPIED),
-    "swiglu": (_ablation_kernels._ablation_swiglu_kernel, _ablation_kernels.COMPUTED),
-    "scaled_swiglu": (_ablation_kernels._ablation_scaled_swiglu_kernel, _ablation_kernels.COMPUTED),
-    "score_gradient": (_ablation_kernels._ablation_score_gradient_kernel, _ablation_kernels.COMPUTED),
-    "swiglu_backward": (_ablation_kernels._ablation_swiglu_backward_kernel, _ablation_kernels.COMPUTED),
-    "epilogue": (_ablation_kernels._ablation_epilogue_kernel, _ablation_kernels.ALL_COMPUTED),
+    "gather": (_separate_kernels._apart_gather_kernel, _separate_kernels.COPIED),
+    "swiglu": (_separate_kernels._apart_swiglu_kernel, _separate_kernels.COMPUTED),
+    "scaled_swiglu": (_separate_kernels._apart_scaled_swiglu_kernel, _separate_kernels.COMPUTED),
+    "score_gradient": (_separate_kernels._apart_score_gradient_kernel, _separate_kernels.COMPUTED),
+    "swiglu_backward": (_separate_kernels._apart_swiglu_backward_kernel, _separate_kernels.COMPUTED),
+    "epilogue": (_separate_kernels._apart_epilogue_kernel, _separate_kernels.ALL_COMPUTED),
 }
 
 
@@ -138,8 +138,8 @@ def test_memory_bound(name: str, width: int) -> None:
     kernel, elements = MEMORY_BOUND[name]
     kinds = dict.fromkeys(("x", "out", "h", "a", "grad_a", "grad_h", "scaled_a"), "*bf16")
     kinds |= {"scores": "*fp32", "grad_scores": "*fp32", "gather": "*i32", "rows": "i32"}
-    constants = {"D" if name == "gather" else "N": width, **_ablation_kernels.sizes(width, 2, elements)}
-    compiled = build(kernel, kinds, constants, num_warps=_ablation_kernels.WARPS)
+    constants = {"D" if name == "gather" else "N": width, **_separate_kernels.sizes(width, 2, elements)}
+    compiled = build(kernel, kinds, constants, num_warps=_separate_kernels.WARPS)
     registers, stack = resources(compiled.asm["cubin"])
     assert stack == 0, (registers, stack)
     # Enough warps at once to keep the memory busy.

@@ -1,51 +1,17 @@
-"""DeepGEMM++'s kernels compiled ahead of time for Hopper (sm_90): nothing spills, and rows move as 16-byte vectors."""
+"""DeepGEMM++'s routing compiled ahead of time for Hopper (sm_90): nothing spills."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_triton_compile_routing import build
 
 from implementations import _deepgemm_pp_kernels as kernels
 from implementations._deepgemm_ops import ALIGNMENT
-from implementations.sonicmoe_triton.aggregation import column_block
 from implementations.sonicmoe_triton.metadata import padded_experts
 
-BF16, FP32, INT32 = "*bf16", "*fp32", "*i32"
-#: Kernel, its arguments, and how many elements a block has.
-MOVING: dict[str, tuple[Any, dict[str, str], int]] = {
-    "gather": (kernels._pp_gather_kernel, {"x": BF16, "gather": INT32, "out": BF16}, kernels.COPIED),
-    "swiglu": (kernels._pp_swiglu_kernel, {"h": BF16, "a": BF16}, kernels.COMPUTED),
-    "scaled_swiglu": (
-        kernels._pp_scaled_swiglu_kernel,
-        {"h": BF16, "scores": FP32, "scaled_a": BF16},
-        kernels.COMPUTED,
-    ),
-    "score_gradient": (
-        kernels._pp_score_gradient_kernel,
-        {"grad_a": BF16, "h": BF16, "grad_scores": FP32},
-        kernels.COMPUTED,
-    ),
-    "swiglu_backward": (
-        kernels._pp_swiglu_backward_kernel,
-        {"grad_a": BF16, "h": BF16, "scores": FP32, "grad_h": BF16},
-        kernels.COMPUTED,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(MOVING))
-@pytest.mark.parametrize("width", [256, 4096])
-def test_moving(name: str, width: int, tmp_path: Path) -> None:
-    kernel, arguments, elements = MOVING[name]
-    block, _ = column_block(width, 2)
-    constants = {"D" if name == "gather" else "N": width, "ROWS": elements // block, "BLOCK": block}
-    facts = build(kernel, arguments, constants, kernels.WARPS, tmp_path)
-    assert facts.stack == 0, facts.registers
-    assert "ld.global.v4" in facts.ptx
-    assert name == "score_gradient" or "st.global.v4" in facts.ptx
+FP32, INT32 = "*fp32", "*i32"
 
 
 @pytest.mark.parametrize("experts", [1, 100, 1024])

@@ -62,17 +62,18 @@ class GatherK(_Routed):
 
 
 class HiddenGradient(_Routed):
-    """dA' and all that its epilogue makes of it; dS comes in parts (C, R), whose sum the layer leaves to the router."""
+    """dA' and all that its epilogue makes of it. dS comes in parts (C, R): their sum, which in the layer the router's
+    backward takes along, belongs to the operation and so to its time."""
 
     def forward(self, x: Tensor) -> Any:
         operands = self.operands
-        return kernels.hidden_gradient(
+        grad_h, scaled_a, partial_scores = kernels.hidden_gradient(
             x, operands["down"], operands["h"], operands["row_scores"], self.routing, "swiglu"
         )
+        return grad_h, scaled_a, partial_scores[0] if len(partial_scores) == 1 else partial_scores.sum(0)
 
     def outputs(self, found: Any) -> dict[str, Tensor]:
-        grad_h, scaled_a, partial_scores = found
-        return {"grad_h": grad_h, "scaled_a": scaled_a, "grad_scores": partial_scores.sum(0)}
+        return dict(zip(("grad_h", "scaled_a", "grad_scores"), found, strict=True))
 
 
 class DownAggregation(_Routed):

@@ -12,7 +12,7 @@ from harness.interface import Implementation, Kernel, Point, Problem, RoutingSpe
 from harness.operations import get_operation
 from harness.registry import default_registry
 from harness.shapes import MoEShape
-from implementations import _ablation_kernels as kernels
+from implementations import _separate_kernels as kernels
 from implementations._ablation_layers import BUILD
 from tests.interpreter.grouped_cases import assert_close, random
 

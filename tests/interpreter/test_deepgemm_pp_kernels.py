@@ -1,4 +1,4 @@
-"""DeepGEMM++ on the interpreter: its kernels against torch, and the layer with DeepGEMM's package replaced by loops."""
+"""DeepGEMM++ on the interpreter: its padding, and the layer with DeepGEMM's package replaced by loops."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from implementations._deepgemm_ops import ALIGNMENT
 from implementations.deepgemm_pp import DeepGemmPP
 from implementations.sonicmoe_triton.metadata import route
 from implementations.sonicmoe_triton.router import top_k
-from tests.interpreter.grouped_cases import assert_close, random
-
-DTYPES = (torch.float16, torch.float32)
-#: Columns: one block, several, and a block that overhangs.
-WIDTHS = (64, 320)
+from tests.interpreter.grouped_cases import random
 
 
 def routed(tokens: int, experts: int, k: int, skew: float = 0.0) -> tuple[Tensor, Tensor, Tensor, kernels.Padded]:
@@ -65,32 +61,6 @@ def test_padded_rows(tokens: int, experts: int, k: int, skew: float) -> None:
     padding = torch.ones(routing.rows, dtype=torch.bool).index_fill(0, rows.reshape(-1), False)
     assert not padded.scores[padding].any()
     assert bool((chosen[routing.gather.long()] == padded.expert_of_row[:, None]).any(1).all())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("d", WIDTHS)
-def test_gather(d: int, dtype: torch.dtype) -> None:
-    padded = routed(40, 4, 2)[3]
-    x = random(40, 2 * d, dtype=dtype)[:, ::2]
-    assert torch.equal(kernels.gather_rows(x, padded), x[padded.routing.gather.long()])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", WIDTHS)
-def test_activation_and_its_backward(n: int, dtype: torch.dtype) -> None:
-    rows = 2 * ALIGNMENT
-    h, grad_a = random(rows, 2 * n, dtype=dtype), random(rows, n, dtype=dtype, seed=1)
-    scores = random(rows).abs()
-    leaf, weight = h.float().requires_grad_(), scores.clone().requires_grad_()
-    gate, up = leaf.chunk(2, dim=1)
-    a = torch.nn.functional.silu(gate) * up
-    scaled = weight[:, None] * a
-    grad_h, grad_scores = torch.autograd.grad(scaled, [leaf, weight], grad_a.float())
-    assert_close(kernels.swiglu(h), a.detach(), dtype)
-    assert_close(kernels.scaled_swiglu(h, scores), scaled.detach(), dtype)
-    assert_close(kernels.swiglu_backward(grad_a, h, scores), grad_h, dtype)
-    assert kernels.score_gradient(grad_a, h).dtype == torch.float32
-    assert_close(kernels.score_gradient(grad_a, h), grad_scores, dtype)
 
 
 def built(
