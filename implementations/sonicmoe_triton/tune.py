@@ -35,6 +35,8 @@ from implementations.sonicmoe_triton.tuned import PLAIN, TABLE
 #: A choice must be worth an entry.
 MARGIN = 0.01
 ROUNDS = 7
+#: How far a candidate may be from the plain twin (see `difference`).
+AGREES = 1e-2
 #: Of one turn, milliseconds.
 TURN_MS = 8.0
 #: What the kernel chooses itself.
@@ -159,7 +161,12 @@ def _compile(job: tuple[MoEShape, str, int]) -> tuple[tuple[MoEShape, str, int],
     return job, ""
 
 
-def _comparable(kernel: str, results: Sequence[Tensor]) -> list[Tensor]:
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def comparable(kernel: str, results: Sequence[Tensor]) -> list[Tensor]:
     """A kernel's results without what depends on its tile: dS comes in a part for each tile of columns."""
     if kernel != tiles.HIDDEN_GRADIENT:
         return list(results)
@@ -167,7 +174,7 @@ def _comparable(kernel: str, results: Sequence[Tensor]) -> list[Tensor]:
     return [grad_h, scaled_a, partial_scores.sum(0)]
 
 
-def _time(launches: Mapping[int, Callable[[], object]]) -> dict[int, float]:
+def in_turns(launches: Mapping[int, Callable[[], object]]) -> dict[int, float]:
     """Median milliseconds of each, in turns."""
     graphs, counts = {}, {}
     for index, launch in launches.items():
@@ -207,15 +214,15 @@ def tune(shapes: Sequence[MoEShape], kernels: Sequence[str], workers: int) -> li
             launch = layer.launches()[kernel]
             candidates = CANDIDATES[kernel]
             ready = [i for i in range(len(candidates)) if not failed[shape, kernel, i]]
-            expected = _comparable(kernel, launch(PLAIN))
+            expected = comparable(kernel, launch(PLAIN))
             problems = {}
             for i in ready:
-                for got, want in zip(_comparable(kernel, launch(candidates[i])), expected, strict=True):
-                    error = float((got.float() - want.float()).norm() / want.float().norm())
-                    if not error < 1e-2:
+                for got, want in zip(comparable(kernel, launch(candidates[i])), expected, strict=True):
+                    error = difference(got, want)
+                    if not error < AGREES:
                         problems[i] = f"differs from the plain kernel by {error:.1e}"
             del expected
-            times = _time({i: functools.partial(launch, candidates[i]) for i in ready if i not in problems})
+            times = in_turns({i: functools.partial(launch, candidates[i]) for i in ready if i not in problems})
             for i, options in enumerate(candidates):
                 row = {"shape": str(shape), "kernel": kernel, "d": shape.d, "width": layer.width(kernel)}
                 row |= {"options": options}
