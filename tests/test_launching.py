@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ class NotingDriver:
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
+        self.bound: list[int] = []
         self.stream = 5
         self.utils = self
         self.launcher_cls = self._launcher
@@ -72,6 +74,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
     noting = NotingDriver()
     monkeypatch.setattr(triton.runtime.driver, "_active", noting)
     monkeypatch.setattr(launching, "_launchers", {})
+    monkeypatch.setattr(launching, "bind_context", noting.bound.append)
     yield noting
     for kernel in (scale_kernel, boxes_kernel, gluon_boxes_kernel):
         kernel.device_caches.clear()
@@ -227,3 +230,52 @@ def test_constants_come_last() -> None:
 def test_host_arithmetic() -> None:
     assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert all(next_power_of_2(n) == triton.next_power_of_2(n) for n in range(1, 300))
+
+
+class FakeCuda:
+    """libcuda of a thread with, or without, a context; notes what it is asked for."""
+
+    def __init__(self, current: int) -> None:
+        self.current, self.asked = current, list[str]()
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.current
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        self.asked.append(f"retain {device}")
+        context._obj.value = 77
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.asked.append(f"set {context.value}")
+        return 0
+
+
+@pytest.mark.parametrize(("current", "asked"), [(0, ["retain 3", "set 77"]), (5, [])])
+def test_a_thread_gets_a_context_once_and_only_if_it_has_none(
+    current: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(current)
+    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: cuda)
+    monkeypatch.setattr(launching, "_thread", launching._Thread())
+    launching.bind_context(3)
+    assert cuda.asked == asked and launching._thread.bound
+    other: list[bool] = []
+    thread = threading.Thread(target=lambda: other.append(launching._thread.bound))
+    thread.start()
+    thread.join()
+    assert other == [False]
+
+
+def test_a_launch_sees_to_the_context_of_a_thread_that_has_had_none(
+    noting: NotingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_thread", launching._Thread())
+    x = torch.ones(16)
+    launcher = Launcher(scale_kernel, {"BLOCK": 16, "TWICE": False})
+    launcher((1,), (x, x, 16, None))
+    assert noting.bound == [-1] and len(noting.launches) == 1
+    launching._thread.bound = True
+    launcher((1,), (x, x, 16, None))
+    assert noting.bound == [-1] and len(noting.launches) == 2

@@ -9,10 +9,16 @@ descriptors, which integers are 1 or multiples of 16, and that pointers are mult
 may be goes Triton's way: the interpreter, launch hooks (profilers), unaligned pointers, tensors of another device than
 the current one, wide or negative integers, arguments of other types. One thing is not looked at again: whether a global
 that a kernel reads has changed since it was compiled.
+
+One thing Triton leaves undone: a thread has no CUDA context before its first call that needs one, such as autograd's
+where a backward pass is the first that it ever runs; a launch makes good for it, but only once its tensor maps, which
+need one too, have been encoded.
 """
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +39,26 @@ class _Loaded(NamedTuple):
     run: Callable[..., None]
     function: int
     metadata: tuple[int, ...]
+
+
+class _Thread(threading.local):
+    """Of the thread that asks: whether it has had a CUDA context."""
+
+    bound = False
+
+
+_thread = _Thread()
+
+
+def bind_context(device: int) -> None:
+    """Make the device's primary context the calling thread's own where it has none. Waits for nothing, so that it may
+    happen while a graph is captured."""
+    cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    # A failure shows itself in the launch that follows.
+    if cuda.cuCtxGetCurrent(ctypes.byref(context)) == 0 and not context:
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        cuda.cuCtxSetCurrent(context)
+    _thread.bound = True
 
 
 class Launcher:
@@ -73,6 +99,8 @@ class Launcher:
             return
         active, runtime = driver.active, knobs.runtime
         device = active.get_current_device()
+        if not _thread.bound:
+            bind_context(device)
         ordinary = _watched(runtime.launch_enter_hook) or _watched(runtime.launch_exit_hook)
         kinds: list[Any] = [device, runtime.debug, knobs.compilation.instrumentation_mode]
         values: list[Any] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -116,3 +118,23 @@ def test_a_first_call_compiles_each_kernel_once_and_tunes_nothing(monkeypatch: p
     compiled.clear()
     built("2048,1192,136,24,3")
     assert not compiled
+
+
+FIRST_BACKWARD = """
+import torch
+from implementations.sonicmoe_triton import moe_layer
+sizes = (256, 256), (8, 256, 256), (8, 256, 128), (8, 256)
+tensors = [torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+out = moe_layer(*tensors, 2)
+given = torch.ones_like(out)
+# What the backward allocates is there already: not even that gives autograd's thread a context.
+torch.empty(64 << 20, device="cuda")
+torch.cuda.synchronize()
+found = torch.autograd.grad(out, tensors, given)
+assert all(bool(gradient.isfinite().all()) for gradient in found)
+"""
+
+
+def test_a_backward_may_be_the_first_call_of_its_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_BACKWARD], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
