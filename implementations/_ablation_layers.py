@@ -77,7 +77,7 @@ class CopiedHiddenGradient(kernel_layers.HiddenGradient):
 def up_projection(x: Tensor, w1: Tensor, routing: Routing) -> Tensor:
     """H (R, 2n), by the kernel (plain or Gluon) and the tile that the fused up-projection takes here."""
     n, d = w1.shape[1] // 2, w1.shape[2]
-    choice = kernels._choice(tiles.UP_PROJECTION, gluon_gathered.make_options, d, n, x)
+    choice = kernels._choice(tiles.UP_PROJECTION, gluon_gathered.make_options, d, n, x, routing)
     if choice.plain:
         tile = tiles.choose(tiles.UP_PROJECTION, d, n, x.element_size(), routing.block_m, halves=2)
         return _ablation_kernels.gathered_gemm(x, w1, routing, True, tile)
@@ -87,7 +87,7 @@ def up_projection(x: Tensor, w1: Tensor, routing: Routing) -> Tensor:
 def hidden_gradient(grad_out: Tensor, w2: Tensor, routing: Routing) -> Tensor:
     """dA' (R, n), by the kernel (plain or Gluon) and the tile that the fused dH takes here."""
     d, n = w2.shape[1:]
-    choice = kernels._choice(tiles.HIDDEN_GRADIENT, gluon_gathered.make_options, d, n, grad_out)
+    choice = kernels._choice(tiles.HIDDEN_GRADIENT, gluon_gathered.make_options, d, n, grad_out, routing)
     if choice.plain:
         tile = tiles.choose(tiles.HIDDEN_GRADIENT, d, n, grad_out.element_size(), routing.block_m)
         return _ablation_kernels.gathered_gemm(grad_out, w2, routing, False, tile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,13 +63,20 @@ def plan(kernel: str, options: Any, d: int, width: int) -> object:
     return gluon_weight_gradient.make_plan(options, kernel == tiles.UP_WEIGHT_GRADIENT, 128, d, width, 132)
 
 
-def call(kernel: str, d: int, width: int, activation: str = "swiglu") -> Any:
-    """The layer's call, with tensors that have these widths and no elements."""
+def routing_of(rows: int) -> Routing:
+    """What is looked at of a routing with so many rows for each of two experts."""
+    found: Any = types.SimpleNamespace(rows=2 * rows, num_experts=2)
+    return found
+
+
+def call(kernel: str, d: int, width: int, rows: int, activation: str = "swiglu") -> Any:
+    """The layer's call, with tensors that have these widths and no elements, and a routing of so many rows for each
+    expert."""
     halves = 2 if kernels.is_gated(activation) else 1
     n, hidden = (width // halves, width) if kernel in SEES_H else (width, halves * width)
     empty = functools.partial(torch.empty, dtype=torch.bfloat16)
     x, w1, w2, h, a = empty(0, d), empty(0, hidden, d), empty(0, d, n), empty(0, hidden), empty(0, n)
-    routing: Routing = None  # type: ignore[assignment]  # nobody looks at it
+    routing = routing_of(rows)
     arguments: dict[str, tuple[Any, ...]] = {
         tiles.UP_PROJECTION: (x, w1, routing, activation),
         tiles.DOWN_PROJECTION: (a, w2, routing),
@@ -93,7 +101,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def name_of(entry: dict[str, Any]) -> str:
-    return f"{entry['kernel']}-{entry['d']}-{entry['width']}"
+    return f"{entry['kernel']}-{entry['d']}-{entry['width']}-{tuned.bucket(entry['rows'])}"
 
 
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
@@ -101,26 +109,26 @@ each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
 
 def test_entries_are_complete_and_different() -> None:
     assert ENTRIES and len(set(map(name_of, ENTRIES))) == len(ENTRIES)
-    assert all(set(entry) == {"kernel", "d", "width", "options"} for entry in ENTRIES)
+    assert all(set(entry) == {"kernel", "d", "width", "rows", "options"} for entry in ENTRIES)
     assert set(MAKE) == set(tune.CANDIDATES)
 
 
 @each_entry
 def test_every_entry_is_a_candidate_that_makes_a_kernel(entry: dict[str, Any]) -> None:
     kernel, options = entry["kernel"], entry["options"]
-    assert options in tune.CANDIDATES[kernel] and options is not tune.DEFAULT
-    if options != PLAIN:
+    assert options in tune.CANDIDATES[kernel]
+    if options is not tune.DEFAULT and options != PLAIN:
         plan(kernel, MAKE[kernel](**options), entry["d"], entry["width"])
 
 
 @pytest.mark.usefixtures("hopper")
 @each_entry
 def test_every_entry_reaches_its_kernel(entry: dict[str, Any]) -> None:
-    kernel, options = entry["kernel"], entry["options"]
-    want = "plain" if options == PLAIN else MAKE[kernel](**options)
-    assert call(kernel, entry["d"], entry["width"]) == want
-    assert call(kernel, entry["d"], entry["width"] + 16) is None
-    ungated = call(kernel, entry["d"], entry["width"], "silu")
+    kernel, options, rows = entry["kernel"], entry["options"], entry["rows"]
+    want = "plain" if options == PLAIN else None if options is tune.DEFAULT else MAKE[kernel](**options)
+    assert call(kernel, entry["d"], entry["width"], rows) == want
+    assert call(kernel, entry["d"], entry["width"] + 16, rows) is None
+    ungated = call(kernel, entry["d"], entry["width"], rows, "silu")
     if kernel in (tiles.UP_PROJECTION, tiles.HIDDEN_GRADIENT):
         assert ungated is None
     else:
@@ -131,7 +139,7 @@ def test_every_entry_reaches_its_kernel(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kernel", MAKE)
 def test_choices_by_a_table(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
-        (kernel, 64, 1 << number): candidate
+        (kernel, 64, 1 << number): {9: candidate}
         for number, candidate in enumerate(tune.CANDIDATES[kernel])
         if candidate is not tune.DEFAULT
     }
@@ -143,21 +151,47 @@ def test_choices_by_a_table(kernel: str, monkeypatch: pytest.MonkeyPatch) -> Non
             want = Choice(plain=True)
         elif candidate is not None:
             want = Choice(plain=False, options=make(**candidate))
-        assert kernels._tuned(kernel, make, 64, 1 << number) == want
-        assert kernels._choice(kernel, make, 64, 1 << number, operand) == want
-        assert kernels._choice(kernel, make, 64, 1 << number, operand, gated=False) == Choice(plain=False)
-        assert kernels._choice(kernel, make, 64, 1 << number, operand.float()) == Choice(plain=True)
+        assert kernels._tuned(kernel, make, 64, 1 << number, 5) == want
+        assert kernels._choice(kernel, make, 64, 1 << number, operand, routing_of(20)) == want
+        assert kernels._choice(kernel, make, 64, 1 << number, operand, routing_of(20), gated=False) == Choice(
+            plain=False
+        )
+        assert kernels._choice(kernel, make, 64, 1 << number, operand.float(), routing_of(20)) == Choice(plain=True)
+
+
+def test_of_several_entries_the_one_with_the_nearest_number_of_rows_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    few: dict[str, Any] = {"by_expert": True}
+    table = {(tiles.DOWN_PROJECTION, 64, 64): {tuned.bucket(256): few, tuned.bucket(2048): None, 20: PLAIN}}
+    monkeypatch.setattr(tuned, "_choices", lambda: table)
+    found = {
+        rows: tuned.overrides(tiles.DOWN_PROJECTION, 64, 64, tuned.bucket(rows))
+        for rows in (0, 1, 255, 511, 512, 1023, 1024, 2048, 4095, 1 << 17, 1 << 30)
+    }
+    # 512 .. 1023 are one step away from 256 .. 511, two from 2048 .. 4095.
+    assert [rows for rows, options in found.items() if options == few] == [0, 1, 255, 511, 512, 1023]
+    assert [rows for rows, options in found.items() if options is None] == [1024, 2048, 4095]
+    assert [rows for rows, options in found.items() if options == PLAIN] == [1 << 17, 1 << 30]
+    assert tuned.overrides(tiles.DOWN_PROJECTION, 64, 128, 9) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_no_experts_and_no_rows_have_a_choice() -> None:
+    routing: Any = types.SimpleNamespace(rows=0, num_experts=0)
+    operand = torch.empty(0, dtype=torch.bfloat16)
+    for kernel, make in MAKE.items():
+        kernels._choice(kernel, make, 4096, 1024, operand, routing)
 
 
 def test_elsewhere_the_twins_run() -> None:
     operand: Tensor = torch.empty(0, dtype=torch.bfloat16)
     for kernel, make in MAKE.items():
-        assert kernels._choice(kernel, make, 4096, 256, operand) == Choice(plain=True)
+        assert kernels._choice(kernel, make, 4096, 256, operand, routing_of(20)) == Choice(plain=True)
 
 
 def test_a_winner_must_beat_the_default() -> None:
     def row(shape: str, options: Any, ms: float | None, d: int) -> dict[str, Any]:
-        found = {"shape": shape, "kernel": tiles.DOWN_PROJECTION, "d": d, "width": 256, "options": options}
+        found = {"shape": shape, "kernel": tiles.DOWN_PROJECTION, "d": d, "width": 256}
+        found |= {"rows": 2000, "options": options}
         return found | ({"problem": "?"} if ms is None else {"ms": ms})
 
     quick: dict[str, Any] = {"by_expert": True}
@@ -168,7 +202,16 @@ def test_a_winner_must_beat_the_default() -> None:
         *(row("plain", quick, 1.0, 256), row("plain", PLAIN, 0.5, 256), row("plain", None, 0.8, 256)),
         *(row("nothing ran", None, None, 320), row("nothing ran", quick, None, 320)),
     ]
-    found = {choice["d"]: choice["options"] for choice in tune.choices(measured)}
-    assert found == {64: quick, 192: quick, 256: PLAIN}
+    winners = tune.choices(measured)
+    assert {choice["d"]: choice["options"] for choice in winners.values()} == {
+        64: quick,
+        128: None,
+        192: quick,
+        256: PLAIN,
+    }
+    # Another number of rows stands beside, another shape with as many rows takes the place.
+    old = [row("old", PLAIN, None, 64) | {"rows": 100}, row("old", PLAIN, None, 64) | {"rows": 1500}]
+    table = [(its["d"], its["rows"], its["options"]) for its in tune.merged(old, winners)]
+    assert table == [(64, 100, PLAIN), (64, 2000, quick), (128, 2000, None), (192, 2000, quick), (256, 2000, PLAIN)]
     for candidates in tune.CANDIDATES.values():
         assert candidates[0] is tune.DEFAULT and candidates.count(tune.DEFAULT) == candidates.count(PLAIN) == 1

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ from harness.registry import ROOT, load_registry
 from harness.shapes import MoEShape
 from harness.sweep import load_sweep
 from implementations.sonicmoe_triton import tiles
-from implementations.sonicmoe_triton.tuned import PLAIN, TABLE
+from implementations.sonicmoe_triton.tuned import PLAIN, TABLE, bucket
 
 #: A choice must be worth an entry.
 MARGIN = 0.01
@@ -49,6 +50,7 @@ _CONTIGUOUS: list[Candidate] = [
     {"by_expert": True, "slices": 4, "buffers": 2},
     {"slices": 4, "buffers": 2},
     {"stages": 5, "slices": 2, "buffers": 2},
+    {"by_expert": True, "stages": 5, "slices": 2, "buffers": 2},
     PLAIN,
 ]
 _GATHERED_COLUMNS = {"gathered": 256, "dense": 128, "gathered_rows": False}
@@ -154,7 +156,9 @@ def _compile(job: tuple[MoEShape, str, int]) -> tuple[tuple[MoEShape, str, int],
     """Compile one candidate into Triton's cache by running it on a few tokens; what went wrong, or nothing."""
     shape, kernel, index = job
     try:
-        Layer(shape, 256).launches()[kernel](CANDIDATES[kernel][index])
+        # What is compiled depends on the widths alone; all experts' weights need not fit in so many processes.
+        few = replace(shape, E=max(8, shape.K))
+        Layer(few, 256).launches()[kernel](CANDIDATES[kernel][index])
         torch.cuda.synchronize()
     except Exception as error:
         return job, f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -225,7 +229,7 @@ def tune(shapes: Sequence[MoEShape], kernels: Sequence[str], workers: int) -> li
             times = in_turns({i: functools.partial(launch, candidates[i]) for i in ready if i not in problems})
             for i, options in enumerate(candidates):
                 row = {"shape": str(shape), "kernel": kernel, "d": shape.d, "width": layer.width(kernel)}
-                row |= {"options": options}
+                row |= {"rows": layer.rows // shape.E, "options": options}
                 if i in times:
                     row |= {"ms": round(times[i], 5), "tflops": round(layer.flops(kernel) / times[i] / 1e9, 1)}
                 else:
@@ -247,23 +251,34 @@ def _print(shape: MoEShape, kernel: str, rows: Sequence[Mapping[str, Any]]) -> N
     print(f"{shape} {kernel}  " + "  ".join(map(text, rows)), flush=True)
 
 
-def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The winners among rows of `tune`, where they are not the default. Where two shapes ask for the same kernel and
-    widths, the last one counts."""
+def place(choice: Mapping[str, Any]) -> tuple[str, int, int, int]:
+    """What an entry of the table, or a measurement, is about: two of one place exclude each other."""
+    return choice["kernel"], choice["d"], choice["width"], bucket(choice["rows"])
+
+
+def choices(measured: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int, int], dict[str, Any]]:
+    """The winners among rows of `tune` by their `place`. Where two shapes share one, the last counts."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in measured:
         if "ms" in row:
             groups.setdefault((row["shape"], row["kernel"]), []).append(row)
-    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    found = {}
     for timed in groups.values():
         best = min(timed, key=lambda row: row["ms"])
         for row in timed:
             if row["options"] is DEFAULT and best["ms"] > (1 - MARGIN) * row["ms"]:
                 best = row
-        found[best["kernel"], best["d"], best["width"]] = {
-            key: best[key] for key in ("kernel", "d", "width", "options")
-        }
-    return [choice for choice in found.values() if choice["options"] is not DEFAULT]
+        found[place(best)] = {key: best[key] for key in ("kernel", "d", "width", "rows", "options")}
+    return found
+
+
+def merged(
+    old: Sequence[Mapping[str, Any]], winners: Mapping[tuple[str, int, int, int], Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The entries of a new table. The default is written down as well: without it an entry for other numbers of rows
+    would count here."""
+    entries = {place(choice): choice for choice in old} | dict(winners)
+    return [entries[key] for key in sorted(entries)]
 
 
 def main(
@@ -285,12 +300,7 @@ def main(
     measured = tune(shapes, kernels, workers)
     where = environment("cuda")
     about = {key: where[key] for key in ("gpu", "driver", "torch", "triton", "commit", "dirty")}
-    winners = {(c["kernel"], c["d"], c["width"]): c for c in choices(measured)}
-    tuned = {(row["kernel"], row["d"], row["width"]) for row in measured}
-    if table.exists():
-        old = {(c["kernel"], c["d"], c["width"]): c for c in json.loads(table.read_text())["choices"]}
-        winners = {key: choice for key, choice in old.items() if key not in tuned} | winners
-    ordered = [winners[key] for key in sorted(winners)]
+    ordered = merged(json.loads(table.read_text())["choices"] if table.exists() else [], choices(measured))
     table.write_text(json.dumps(about | {"choices": ordered}, indent=1) + "\n")
     rows = rows or ROOT / "results" / gpu_slug(about["gpu"]) / "tuning" / "sonicmoe_triton.json"
     rows.parent.mkdir(parents=True, exist_ok=True)
