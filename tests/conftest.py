@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import subprocess
 import sys
@@ -30,13 +32,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = ["test_triton_compile_*.py"] if INTERPRETED else ["interpreter"]
 
 
-@pytest.fixture(autouse=True)
-def _small_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of a figure's time goes into its pixels, which no test looks at."""
-    if request.module.__name__.startswith("test_plots"):
-        from plots import style
+@pytest.fixture(autouse=True, scope="module")
+def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Much of a figure's time goes into its pixels, which no test looks at, and into reading the paper's values again
+    for every bar."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.module.__name__.startswith(("test_plots", "test_session", "test_cli")):
+            from plots import rows, style
 
-        monkeypatch.setattr(style, "PNG_DPI", 40)
+            monkeypatch.setattr(style, "PNG_DPI", 40)
+            monkeypatch.setattr(rows, "_paper", functools.cache(rows._paper))
+        yield
 
 
 def point_of(
@@ -195,6 +201,13 @@ def command_line(
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_was_imported_stays() -> None:
+    """Some tests ask for many collections, each of which would look through all of torch's modules again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

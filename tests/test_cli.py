@@ -168,20 +168,22 @@ def test_check_in_a_process_of_its_own(moebench: MoeBench) -> None:
     assert "unsupported" in lines["fake_unsupported"][0]
 
 
-def test_run_then_plot(moebench: MoeBench, tmp_path: Path) -> None:
+def test_run_then_plot(command_line: Run, tmp_path: Path) -> None:
     rows = tmp_path / "rows" / "cpu"
-    ended = moebench("run", "smoke", "--only", "torch_loop", "--output", rows)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "6 rows in" in ended.stdout
+    code, out, err = command_line("run", "smoke", "--only", "torch_loop", "--output", rows)
+    assert code == 0, out + err
+    assert "6 rows in" in out
     lines = [json.loads(line) for line in (rows / "smoke.jsonl").read_text().splitlines()]
     assert [row["status"] for row in lines] == ["ok"] * 6
     with (rows / "smoke.jsonl").open("a") as file:
         file.write("not a row\n")
-    ended = moebench("plot", "--results", rows.parent, "--output", tmp_path / "figures")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "smoke.jsonl:7" in ended.stdout
-    written = sorted(path.suffix for path in (tmp_path / "figures").rglob("*"))
-    assert ".png" in written and ".svg" in written
+    # That it draws every figure where none is named: test_plots_token_rounding.py.
+    code, out, err = command_line(
+        "plot", "--results", rows.parent, "--output", tmp_path / "figures", "--figure", "headline"
+    )
+    assert code == 0, out + err
+    assert "smoke.jsonl:7" in out
+    assert {path.name for path in (tmp_path / "figures").rglob("*.*")} == {"headline.png", "headline.svg"}
 
 
 def test_a_user_error_in_a_process_of_its_own(moebench: MoeBench) -> None:

@@ -147,10 +147,9 @@ def test_the_yardstick_is_the_fastest_in_order() -> None:
     assert math.isnan(figure.in_order(kernels, table.paper_shapes()[0][1]))
 
 
-@pytest.mark.parametrize("state", ["none", "layers", "unknown", "failures", "all", "optional"])
+@pytest.mark.parametrize("state", ["layers", "unknown", "failures", "all", "optional"])
 def test_the_figure_from_every_state(state: str, tmp_path: Path) -> None:
     found = {
-        "none": list,
         "layers": lambda: [synthetic()],
         "unknown": lambda: [row("my_kernels", "expert_aggregation", "gather")],
         "failures": lambda: [row_of_a_crash()],

@@ -150,7 +150,6 @@ STATES = {
     "no_numbers": lambda: [account(16, "up", routing={"method": "up", "distribution": "uniform", "seed": 0,
                                                       "m_tile": TILE})],
     "no_tokens": lambda: [without_tokens(made) for made in several()],
-    "empty": lambda: [],
 }  # fmt: skip
 
 
@@ -170,21 +169,27 @@ def test_the_made_up_rows_keep_the_rows_rules() -> None:
 
 @pytest.mark.parametrize("state", STATES)
 def test_every_state_draws_without_warnings(state: str, tmp_path: Path) -> None:
+    """Without rows at all: in test_plots.py, with every other figure."""
+    rows = STATES[state]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Such rows must not hurt the other figures either; two states of them are enough.
-        others = plots.FIGURES if state in ("both", "no_numbers") else {}
-        for name, function in {figure.NAME: figure.draw, **others}.items():
-            written = function(STATES[state](), tmp_path)
+        written = figure.draw(rows, tmp_path)
+    assert written == [tmp_path / f"{figure.NAME}.svg", tmp_path / f"{figure.NAME}.png"]
+    assert all(path.stat().st_size > 5000 for path in written)
+    if state == "several":
+        # Equal rows give equal bytes, in any order.
+        again = figure.draw(random.Random(0).sample(rows, len(rows)), tmp_path / "again")
+        assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
+
+
+def test_such_rows_hurt_no_other_figure(tmp_path: Path) -> None:
+    rows = STATES["both"]() + STATES["no_numbers"]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in plots.FIGURES.keys() - {figure.NAME}:
+            written = plots.FIGURES[name](rows, tmp_path)
             assert written == [tmp_path / f"{name}.svg", tmp_path / f"{name}.png"]
             assert all(path.stat().st_size > 5000 for path in written)
-
-
-def test_equal_rows_give_equal_bytes_in_any_order(tmp_path: Path) -> None:
-    rows = several()
-    shuffled = random.Random(0).sample(rows, len(rows))
-    first, second = (figure.draw(r, tmp_path / name) for r, name in ((rows, "first"), (shuffled, "second")))
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 @pytest.mark.parametrize(
@@ -413,11 +418,22 @@ def test_accounts_belong_to_every_gpu_and_to_none(tmp_path: Path) -> None:
     assert {path.parent.name for path in written} == {"nvidia_imaginary_100"}
 
 
-def test_moebench_plot_draws_it(tmp_path: Path) -> None:
+def test_moebench_plot_draws_it_and_every_other_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     from harness.cli import app
 
+    others: list[str] = []
+
+    def another(name: str) -> plots.Figure:
+        def note(*_: object) -> list[Path]:
+            others.append(name)
+            return []
+
+        return note
+
+    for name in plots.FIGURES.keys() - {figure.NAME}:
+        monkeypatch.setitem(plots.FIGURES, name, another(name))
     (tmp_path / "rows" / "cpu").mkdir(parents=True)
     text = "".join(json.dumps(made) + "\n" for made in accounts())
     (tmp_path / "rows" / "cpu" / "token_rounding.jsonl").write_text(text, encoding="utf-8")
@@ -425,4 +441,5 @@ def test_moebench_plot_draws_it(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, arguments)
     assert ended.exit_code == 0, ended.output
     names = {path.name for path in (tmp_path / "out" / plots.NO_GPU).iterdir()}
-    assert {"token_rounding.png", "token_rounding.svg"} <= names
+    assert names == {"token_rounding.png", "token_rounding.svg"}
+    assert sorted([*others, figure.NAME]) == sorted(plots.FIGURES)

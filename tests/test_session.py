@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import plots
 from harness import accounts, runner, session
 from harness.errors import UserError
 from harness.interface import Point, RoutingSpec
+from harness.process import WorkerProcess
 from harness.record import validate
 from harness.registry import load_registry
 from harness.shapes import MoEShape
@@ -52,9 +54,21 @@ denominator = "sonicmoe_triton"
 """
 
 
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    """One for all runs, which end theirs: a start takes seconds."""
+    worker = WorkerProcess()
+    close = worker.close
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(worker, "close", lambda patience_s=0.0: None)
+        yield worker
+    close(patience_s=1.0)
+
+
 @pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_gpu(monkeypatch: pytest.MonkeyPatch, worker: WorkerProcess) -> None:
     monkeypatch.setenv("MOEBENCH_PLUGINS", str(FAKE_PLUGINS))
+    monkeypatch.setattr(runner, "WorkerProcess", lambda: worker)
     for module in (runner, session):
         monkeypatch.setattr(module, "gpu_name", lambda: None)
 

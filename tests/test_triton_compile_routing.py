@@ -24,6 +24,26 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 #: E, K of the paper's sweeps, of open models, and of the limits.
 ROUTINGS = [(128, 8), (256, 16), (32, 2), (8, 2), (512, 10), (100, 22), (1024, 64), (1, 1)]
+#: Those of `test_router_sorts_in_registers`.
+SORTED = [(128, 8), (256, 16), (64, 4), (32, 2), (512, 10)]
+# A build takes up to a second: every two of the parameters below meet, not every three.
+#: E, K, element, softmax over all.
+ROUTERS = [
+    (*routing, *case)
+    for routing in ROUTINGS
+    for case in (("bf16", False), ("fp16", True), ("fp32", routing not in SORTED))
+]
+#: E, K, pairs of a block.
+BLOCKS = [
+    *[(*routing, metadata.PAIRS_PER_BLOCK) for routing in ROUTINGS],
+    *[(*routing, 64) for routing in ((128, 8), (100, 22), (1024, 64), (1, 1))],
+]
+#: K, d, element.
+AGGREGATIONS = [
+    (k, d, ("bf16", "fp32")[(row + column) % 2])
+    for row, k in enumerate((1, 2, 4, 8, 10, 16, 22, None))
+    for column, d in enumerate((768, 1536, 4096, 2880, 24))
+]
 
 
 @dataclass(frozen=True)
@@ -50,28 +70,26 @@ def build(
     return Facts(int(registers), int(stack), compiled.asm["ptx"])
 
 
-@pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("experts", "k"), ROUTINGS)
-def test_router(experts: int, k: int, element: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("experts", "k", "element", "over_all"), ROUTERS)
+def test_router(experts: int, k: int, element: str, over_all: bool, tmp_path: Path) -> None:
     element_size = 4 if element == "fp32" else 2
     padded, block_t, warps = router._launch_shape(experts, element_size)
     kernel, top_sizes, top_warps = router.top_k_configuration(experts, k, element_size)
     sizes = {"E": experts, "K": k, "E_PAD": padded, "K_PAD": triton.next_power_of_2(k), "BLOCK_T": block_t}
-    for over_all in (False, True):
-        arguments = {"logits_ptr": f"*{element}", "scores_ptr": "*fp32", "experts_ptr": "*i32", "tokens": "i32"}
-        constants = {"E": experts, "K": k, "OVER_ALL": over_all, **top_sizes}
-        facts = build(kernel, arguments, constants, top_warps, tmp_path)
-        assert facts.stack == 0, facts.registers
-        arguments |= {"grad_scores_ptr": "*fp32", "reverse_ptr": "*i32", "grad_logits_ptr": f"*{element}"}
-        arguments |= {"row_gradients_ptr": "*fp32"}
-        constants = {**sizes, "OVER_ALL": over_all, "ROW_ORDER": True, "BY_ROW": not over_all}
-        constants |= {"PARTS": 1 if over_all else 8}
-        facts = build(router._router_backward_kernel, arguments, constants, warps, tmp_path)
-        assert facts.stack == 0, facts.registers
+    arguments = {"logits_ptr": f"*{element}", "scores_ptr": "*fp32", "experts_ptr": "*i32", "tokens": "i32"}
+    constants = {"E": experts, "K": k, "OVER_ALL": over_all, **top_sizes}
+    facts = build(kernel, arguments, constants, top_warps, tmp_path)
+    assert facts.stack == 0, facts.registers
+    arguments |= {"grad_scores_ptr": "*fp32", "reverse_ptr": "*i32", "grad_logits_ptr": f"*{element}"}
+    arguments |= {"row_gradients_ptr": "*fp32"}
+    constants = {**sizes, "OVER_ALL": over_all, "ROW_ORDER": True, "BY_ROW": not over_all}
+    constants |= {"PARTS": 1 if over_all else 8}
+    facts = build(router._router_backward_kernel, arguments, constants, warps, tmp_path)
+    assert facts.stack == 0, facts.registers
 
 
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
-@pytest.mark.parametrize(("experts", "k"), [(128, 8), (256, 16), (64, 4), (32, 2), (512, 10)])
+@pytest.mark.parametrize(("experts", "k"), SORTED)
 def test_router_sorts_in_registers(experts: int, k: int, element: str, tmp_path: Path) -> None:
     """16-byte loads of logits; what moves between threads is the lists that neighbours exchange, and the result."""
     element_size = 4 if element == "fp32" else 2
@@ -86,8 +104,7 @@ def test_router_sorts_in_registers(experts: int, k: int, element: str, tmp_path:
     assert facts.ptx.count("st.shared") <= sizes["K_PAD"] // 2
 
 
-@pytest.mark.parametrize("block", [64, metadata.PAIRS_PER_BLOCK])
-@pytest.mark.parametrize(("experts", "k"), ROUTINGS)
+@pytest.mark.parametrize(("experts", "k", "block"), BLOCKS)
 def test_metadata(experts: int, k: int, block: int, tmp_path: Path) -> None:
     padded = metadata.padded_experts(experts)
     sizes = {"E": experts, "E_PAD": padded, "BLOCK": block}
@@ -107,9 +124,7 @@ def test_metadata(experts: int, k: int, block: int, tmp_path: Path) -> None:
         assert facts.stack == 0, (kernel.__name__, facts.registers)
 
 
-@pytest.mark.parametrize("element", ["bf16", "fp32"])
-@pytest.mark.parametrize("d", [768, 1536, 4096, 2880, 24])
-@pytest.mark.parametrize("k", [1, 2, 4, 8, 10, 16, 22, None])
+@pytest.mark.parametrize(("k", "d", "element"), AGGREGATIONS)
 def test_aggregation(k: int | None, d: int, element: str, tmp_path: Path) -> None:
     sizes, options = aggregation.configuration(k, d, 4 if element == "fp32" else 2)
     _, across = aggregation.column_block(d, 4 if element == "fp32" else 2)

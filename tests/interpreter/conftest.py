@@ -13,6 +13,8 @@ import numpy
 import pytest
 import torch
 
+from .quicker import quicker_interpreter
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # -inf - -inf in lanes that a mask drops afterwards: a GPU says nothing, numpy warns.
@@ -25,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="Triton 3.6's interpreter needs numpy < 2.4"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quicker() -> Iterator[None]:
+    with quicker_interpreter():
+        yield
 
 
 @pytest.fixture(autouse=True)

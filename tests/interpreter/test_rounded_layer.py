@@ -57,7 +57,7 @@ def test_the_gate_passes_every_rounding(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("convention", "distribution"), zip(ROUTER_CONVENTIONS, ("skewed", "empty_experts", "skewed"), strict=True)
+    ("convention", "distribution"), list(zip(ROUTER_CONVENTIONS, ("skewed", "empty_experts", "skewed"), strict=True))
 )
 def test_the_gate_passes_conventions_and_distributions(convention: str, distribution: str) -> None:
     check(problem_of(SMALL, "nearest", distribution, convention))
