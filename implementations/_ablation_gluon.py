@@ -53,8 +53,8 @@ def _produce(ring, row_tiles, num_tiles, operands, TRANSPOSED: gl.constexpr, P: 
     x, w, gather = operands
     step = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
-        expert, first, size = locate(tile, row_tiles, 0, P)
-        column = tile % P.column_tiles * P.columns
+        expert, first, size, column_tile = locate(tile, row_tiles, 0, P)
+        column = column_tile * P.columns
         rows = gathered_rows(x, gather, first, size, P)
         for k in range(0, P.d, P.block_k):
             stage = step % P.stages
@@ -121,13 +121,13 @@ def _consume(  # type: ignore[no-untyped-def]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, SLICE, 16])
     step = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
-        _, first, size = locate(tile, row_tiles, GROUP * ROWS, P)
+        _, first, size, column_tile = locate(tile, row_tiles, GROUP * ROWS, P)
         acc, step = contract(ring, step, TRANSPOSED, GROUP, P)
 
         # The first half's slices come first, then as many of the second.
         parts = column_slices(acc, SLICE)
         for i in gl.static_range(SLICES):
-            column = tile % P.column_tiles * P.columns + i * SLICE
+            column = column_tile * P.columns + i * SLICE
             left = gl.convert_layout(parts[i], layout, assert_trivial=True)
             right = gl.convert_layout(parts[i + (HALVES - 1) * SLICES], layout, assert_trivial=True)
             stage = step % P.stages
@@ -180,7 +180,7 @@ def gathered_gemm_kernel(  # type: ignore[no-untyped-def]
 def like(options: Options, halves: int) -> Options:
     """The options of the fused kernel with the slices that this one's result has."""
     tile = options.tile
-    return make_options(tile.block_n, options.ragged, halves, tile.block_k, tile.stages)
+    return make_options(tile.block_n, options.ragged, halves, tile.block_k, tile.stages, options.by_expert)
 
 
 def plan_of(d: int, n: int, transposed: bool, stride: int, options: Options) -> Plan:

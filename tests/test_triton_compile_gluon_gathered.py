@@ -151,6 +151,13 @@ def test_the_other_stores(tmp_path: Path) -> None:
     check(build_up_projection(1536, 256, options), options, tmp_path)
 
 
+def test_the_other_order(tmp_path: Path) -> None:
+    options = make_options(256, ragged=False, by_expert=True)
+    check(build_up_projection(7168, 2048, options), options, tmp_path)
+    options = make_options(256, ragged=True, by_expert=True)
+    check(build_hidden_gradient(7168, 2048, options), options, tmp_path)
+
+
 def test_hidden_gradient_of_an_ungated_activation(tmp_path: Path) -> None:
     options = gluon_hidden_gradient.choose(256, halves=1)
     check(build_hidden_gradient(1536, 256, options, "fp16", "silu", halves=1), options, tmp_path)

@@ -320,13 +320,19 @@ def contiguous_kernel(  # type: ignore[no-untyped-def]
     )
 
 
+#: Bytes of an expert's weights from which on its tiles are not taken row by row: together with what else is read, they
+#: no longer stay in the part of L2 (60 MB, in two halves) that a multiprocessor is near to.
+LARGE_EXPERT = 10 << 20
+
+
 @functools.cache
 def choose(columns: int, k: int) -> Options:
     """The options for an output of so many columns and a contraction of length k."""
     default = Options()
     block_n = min(default.block_n, max(64, next_power_of_2(columns)))
     block_k = min(default.block_k, max(16, next_power_of_2(k)))
-    return replace(default, block_n=block_n, block_k=block_k, slices=block_n // 64)
+    by_expert = 2 * columns * k >= LARGE_EXPERT
+    return replace(default, block_n=block_n, block_k=block_k, slices=block_n // 64, by_expert=by_expert)
 
 
 def _run(

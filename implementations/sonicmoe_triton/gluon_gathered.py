@@ -67,15 +67,25 @@ class Options:
         slice: columns of the epilogue's slices.
         ragged: store an expert's last rows through descriptors that end where the expert does, as all others; else from
             registers.
+        by_expert: the order of tiles: for each expert each tile of columns, and for that all the expert's rows. Without
+            it: for each tile of rows all tiles of columns.
     """
 
     tile: Tile
     slice: int
     ragged: bool
+    by_expert: bool
 
 
 @functools.cache
-def make_options(block_n: int, ragged: bool, halves: int = 2, block_k: int = 64, stages: int | None = None) -> Options:
+def make_options(
+    block_n: int,
+    ragged: bool,
+    halves: int = 2,
+    block_k: int = 64,
+    stages: int | None = None,
+    by_expert: bool = False,
+) -> Options:
     """Options with the widest slices and, unless told, as many stages as fit.
 
     Raises:
@@ -87,7 +97,7 @@ def make_options(block_n: int, ragged: bool, halves: int = 2, block_k: int = 64,
         raise ValueError(f"steps of {block_k}, at most 64; {stages} stages, at least 2")
     widest = min(block_k, block_k * block_n // (halves * BLOCK_M.value))
     tile = Tile(BLOCK_M.value, block_n, block_k, GROUPS.value * CONSUMER_WARPS, stages)
-    return Options(tile, widest, ragged)
+    return Options(tile, widest, ragged, by_expert)
 
 
 class Plan(NamedTuple):
@@ -100,7 +110,7 @@ class Plan(NamedTuple):
         halves: of `wide`, the result of HALVES N columns: 2 (gate | up), or 1 for an ungated activation.
         columns: of `narrow`, the result of N columns, that one tile covers.
         stride: programs of a launch: program i works through the tiles i, i + stride, …
-        block_n, block_k, stages, slice, ragged: see `Options` and its tile.
+        block_n, block_k, stages, slice, ragged, by_expert: see `Options` and its tile.
         has_bias: whether a bias (E, HALVES N) is added.
     """
 
@@ -115,6 +125,7 @@ class Plan(NamedTuple):
     stages: int
     slice: int
     ragged: bool
+    by_expert: bool
     has_bias: bool
 
     @property
@@ -140,7 +151,8 @@ def make_plan(
     """The plan of a launch with these options."""
     tile = options.tile
     blocks = tile.block_n, tile.block_k, tile.stages
-    return Plan(d, n, activation, halves, columns, stride, *blocks, options.slice, options.ragged, has_bias)
+    order = options.slice, options.ragged, options.by_expert
+    return Plan(d, n, activation, halves, columns, stride, *blocks, *order, has_bias)
 
 
 @gluon.jit
@@ -162,13 +174,23 @@ def make_ring(b, P: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def locate(tile, row_tiles, FROM: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(a tile's expert, its row FROM, how many rows the expert has from there on: perhaps none)."""
+    """(a tile's expert, its row FROM, rows of the expert from there on: perhaps none; its tile of columns)."""
     tile_expert, tile_row, expert_offsets = row_tiles
-    row_tile = tile // P.column_tiles
+    COLUMN_TILES: gl.constexpr = P.column_tiles
+    row_tile = tile // COLUMN_TILES
+    column_tile = tile % COLUMN_TILES
     expert = gl.load(tile_expert + row_tile)
-    first = gl.load(tile_row + row_tile) + FROM
-    size = gl.load(expert_offsets + expert + 1) - first
-    return expert, first, size
+    first = gl.load(tile_row + row_tile)
+    end = gl.load(expert_offsets + expert + 1)
+    if P.by_expert:
+        # The expert's output tiles are the same in either order: their own indices only mean something else.
+        begin = gl.load(expert_offsets + expert)
+        own_row_tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
+        own = (first - begin) // BLOCK_M * COLUMN_TILES + column_tile
+        column_tile = own // own_row_tiles
+        first = begin + own % own_row_tiles * BLOCK_M
+    first += FROM
+    return expert, first, end - first, column_tile
 
 
 @gluon.jit

@@ -64,8 +64,8 @@ def _produce(ring, row_tiles, num_tiles, operands, P: gl.constexpr):  # type: ig
     grad_out, w2, h, gather = operands
     step = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
-        expert, first, size = locate(tile, row_tiles, 0, P)
-        column = tile % P.column_tiles * P.columns
+        expert, first, size, column_tile = locate(tile, row_tiles, 0, P)
+        column = column_tile * P.columns
         rows = gathered_rows(grad_out, gather, first, size, P)
         for k in range(0, P.d, P.block_k):
             stage = step % P.stages
@@ -114,8 +114,7 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
     slice_columns = gl.arange(0, SLICE, gl.SliceLayout(0, layout))
     step = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
-        column_tile = tile % P.column_tiles
-        _, first, size = locate(tile, row_tiles, GROUP * ROWS, P)
+        _, first, size, column_tile = locate(tile, row_tiles, GROUP * ROWS, P)
         inside = rows < size
         score = gl.load(row_scores + first + rows, mask=inside, other=0.0)
 

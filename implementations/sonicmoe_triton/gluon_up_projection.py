@@ -62,8 +62,8 @@ def _produce(ring, row_tiles, num_tiles, operands, P: gl.constexpr):  # type: ig
     x, w1, gather = operands
     step = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
-        expert, first, size = locate(tile, row_tiles, 0, P)
-        column = tile % P.column_tiles * P.columns
+        expert, first, size, column_tile = locate(tile, row_tiles, 0, P)
+        column = column_tile * P.columns
         rows = gathered_rows(x, gather, first, size, P)
         for k in range(0, P.d, P.block_k):
             stage = step % P.stages
@@ -94,13 +94,13 @@ def _consume(ring, row_tiles, num_tiles, results, GROUP: gl.constexpr, P: gl.con
     slice_columns = gl.arange(0, SLICE, gl.SliceLayout(0, layout))
     step = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles) * P.column_tiles, P.stride):
-        expert, first, size = locate(tile, row_tiles, GROUP * ROWS, P)
+        expert, first, size, column_tile = locate(tile, row_tiles, GROUP * ROWS, P)
         acc, step = contract(ring, step, True, GROUP, P)
 
         # The gate's slices come first, then as many of the up half.
         parts = column_slices(acc, SLICE)
         for i in gl.static_range(SLICES):
-            column = tile % P.column_tiles * P.columns + i * SLICE
+            column = column_tile * P.columns + i * SLICE
             gate = gl.convert_layout(parts[i], layout, assert_trivial=True)
             up = gl.convert_layout(parts[i + (HALVES - 1) * SLICES], layout, assert_trivial=True)
             if P.has_bias:

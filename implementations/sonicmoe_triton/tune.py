@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +36,8 @@ from implementations.sonicmoe_triton.tuned import PLAIN, TABLE, bucket
 #: A choice must be worth an entry.
 MARGIN = 0.01
 ROUNDS = 7
+#: Elements that are compared at once.
+_PIECE = 1 << 27
 #: How far a candidate may be from the plain twin (see `difference`).
 AGREES = 1e-2
 #: Of one turn, milliseconds.
@@ -46,6 +48,7 @@ Candidate = Mapping[str, Any] | None
 #: For each kernel: `DEFAULT`, keyword arguments of its options, and `PLAIN`, the twin with its own choice of tile.
 _CONTIGUOUS: list[Candidate] = [
     DEFAULT,
+    {"by_expert": False},
     {"by_expert": True},
     {"by_expert": True, "slices": 4, "buffers": 2},
     {"slices": 4, "buffers": 2},
@@ -61,9 +64,20 @@ _WEIGHTS: list[Candidate] = [
     PLAIN,
 ]
 CANDIDATES: dict[str, list[Candidate]] = {
-    tiles.UP_PROJECTION: [DEFAULT, {"block_n": 256, "ragged": True}, PLAIN],
+    tiles.UP_PROJECTION: [
+        DEFAULT,
+        {"block_n": 256, "ragged": True},
+        {"block_n": 256, "ragged": False, "by_expert": True},
+        {"block_n": 256, "ragged": True, "by_expert": True},
+        PLAIN,
+    ],
     tiles.DOWN_PROJECTION: _CONTIGUOUS,
-    tiles.HIDDEN_GRADIENT: [DEFAULT, {"block_n": 256, "ragged": False}, PLAIN],
+    tiles.HIDDEN_GRADIENT: [
+        DEFAULT,
+        {"block_n": 256, "ragged": False},
+        {"block_n": 256, "ragged": True, "by_expert": True},
+        PLAIN,
+    ],
     tiles.INPUT_GRADIENT: _CONTIGUOUS,
     tiles.UP_WEIGHT_GRADIENT: _WEIGHTS,
     tiles.DOWN_WEIGHT_GRADIENT: _WEIGHTS,
@@ -166,8 +180,13 @@ def _compile(job: tuple[MoEShape, str, int]) -> tuple[tuple[MoEShape, str, int],
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+    """Norm of the difference over the norm of what is expected. Piece by piece: float32 copies of all of the largest
+    layers' gradients would not fit beside them."""
+    wrong, whole = torch.zeros(2, device=expected.device, dtype=torch.float64)
+    for one, other in zip(found.flatten().split(_PIECE), expected.flatten().split(_PIECE), strict=True):
+        wrong += (one.float() - other.float()).square().sum(dtype=torch.float64)
+        whole += other.float().square().sum(dtype=torch.float64)
+    return float((wrong / whole).sqrt())
 
 
 def comparable(kernel: str, results: Sequence[Tensor]) -> list[Tensor]:
@@ -206,40 +225,60 @@ def in_turns(launches: Mapping[int, Callable[[], object]]) -> dict[int, float]:
     return {index: statistics.median(values) for index, values in times.items()}
 
 
-def tune(shapes: Sequence[MoEShape], kernels: Sequence[str], workers: int) -> list[dict[str, Any]]:
-    """Every candidate of every kernel at every shape: what it took, or why not."""
+def _measure(layer: Layer, kernel: str, failed: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Every candidate of one kernel: what it took, or why not. ``failed``: why some could not be compiled."""
+    launch, candidates, problems = layer.launches()[kernel], CANDIDATES[kernel], dict(failed)
+    ready = []
+    expected = comparable(kernel, launch(PLAIN))
+    for index in range(len(candidates)):
+        if index in problems:
+            continue
+        try:
+            found = comparable(kernel, launch(candidates[index]))
+            errors = [difference(*pair) for pair in zip(found, expected, strict=True)]
+            del found
+        except torch.OutOfMemoryError:
+            problems[index] = "out of memory"
+            continue
+        if all(error < AGREES for error in errors):  # not if one is NaN
+            ready.append(index)
+        else:
+            problems[index] = f"differs from the plain kernel by {max(errors):.1e}"
+    del expected
+    times = in_turns({index: functools.partial(launch, candidates[index]) for index in ready})
+    about = {"shape": str(layer.shape), "kernel": kernel, "d": layer.shape.d, "width": layer.width(kernel)}
+    about |= {"rows": layer.rows // layer.shape.E}
+    rows = []
+    for index, options in enumerate(candidates):
+        if index in times:
+            rate = layer.flops(kernel) / times[index] / 1e9
+            outcome: dict[str, Any] = {"ms": round(times[index], 5), "tflops": round(rate, 1)}
+        else:
+            outcome = {"problem": problems[index]}
+        rows.append(about | {"options": options} | outcome)
+    return rows
+
+
+def tune(shapes: Sequence[MoEShape], kernels: Sequence[str], workers: int) -> Iterator[list[dict[str, Any]]]:
+    """Every candidate of every kernel at one shape after the other: what it took, or why not. A kernel that no memory
+    is left for has no rows."""
     jobs = [(shape, kernel, i) for shape in shapes for kernel in kernels for i in range(len(CANDIDATES[kernel]))]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        failed = dict(pool.imap_unordered(_compile, jobs))
-    measured = []
+        failed = {job: problem for job, problem in pool.imap_unordered(_compile, jobs) if problem}
     for shape in shapes:
-        layer = Layer(shape, shape.T)
-        for kernel in kernels:
-            launch = layer.launches()[kernel]
-            candidates = CANDIDATES[kernel]
-            ready = [i for i in range(len(candidates)) if not failed[shape, kernel, i]]
-            expected = comparable(kernel, launch(PLAIN))
-            problems = {}
-            for i in ready:
-                for got, want in zip(comparable(kernel, launch(candidates[i])), expected, strict=True):
-                    error = difference(got, want)
-                    if not error < AGREES:
-                        problems[i] = f"differs from the plain kernel by {error:.1e}"
-            del expected
-            times = in_turns({i: functools.partial(launch, candidates[i]) for i in ready if i not in problems})
-            for i, options in enumerate(candidates):
-                row = {"shape": str(shape), "kernel": kernel, "d": shape.d, "width": layer.width(kernel)}
-                row |= {"rows": layer.rows // shape.E, "options": options}
-                if i in times:
-                    row |= {"ms": round(times[i], 5), "tflops": round(layer.flops(kernel) / times[i] / 1e9, 1)}
-                else:
-                    row |= {"problem": failed[shape, kernel, i] or problems.get(i, "")}
-                measured.append(row)
-            torch.cuda.empty_cache()
-            _print(shape, kernel, measured[-len(candidates) :])
-        del layer
+        measured: list[dict[str, Any]] = []
+        try:
+            layer = Layer(shape, shape.T)
+            for kernel in kernels:
+                of_kernel = {job[2]: problem for job, problem in failed.items() if job[:2] == (shape, kernel)}
+                measured += (found := _measure(layer, kernel, of_kernel))
+                torch.cuda.empty_cache()
+                _print(shape, kernel, found)
+            del layer
+        except torch.OutOfMemoryError as error:
+            print(f"{shape}: out of memory: {error}".splitlines()[0], flush=True)
         torch.cuda.empty_cache()
-    return measured
+        yield measured
 
 
 def _print(shape: MoEShape, kernel: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -297,14 +336,18 @@ def main(
         raise typer.BadParameter(f"unknown kernel {unknown[0]}; choose from {', '.join(CANDIDATES)}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise typer.BadParameter("tuning needs a Hopper GPU (compute capability 9.0)")
-    measured = tune(shapes, kernels, workers)
     where = environment("cuda")
     about = {key: where[key] for key in ("gpu", "driver", "torch", "triton", "commit", "dirty")}
-    ordered = merged(json.loads(table.read_text())["choices"] if table.exists() else [], choices(measured))
-    table.write_text(json.dumps(about | {"choices": ordered}, indent=1) + "\n")
     rows = rows or ROOT / "results" / gpu_slug(about["gpu"]) / "tuning" / "sonicmoe_triton.json"
     rows.parent.mkdir(parents=True, exist_ok=True)
-    rows.write_text(json.dumps(about | {"measured": measured}, indent=1) + "\n")
+    old = json.loads(table.read_text())["choices"] if table.exists() else []
+    measured: list[dict[str, Any]] = []
+    for found in tune(shapes, kernels, workers):
+        # After every shape: what comes later may fail, or be stopped.
+        measured += found
+        ordered = merged(old, choices(measured))
+        rows.write_text(json.dumps(about | {"measured": measured}, indent=1) + "\n")
+        table.write_text(json.dumps(about | {"choices": ordered}, indent=1) + "\n")
     print(f"{len(ordered)} choices -> {table}; {len(measured)} measurements -> {rows}")
 
 
