@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from plots import kernels, open_models
 from plots import rows as table
 
 README = table.ROOT / "README.md"
@@ -147,9 +148,9 @@ def _memory(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     if not math.isnan(other):
         share = 1 - paper / _paper_gib("scattermoe", shape)
         lines.append(("… less than ScatterMoE's", f"{share:.0%}", f"{1 - ours / other:.0%}"))
-    momoe = _paper_gib("momoe", shape)
-    text = f"{1 - ours / momoe:.0%} (against the paper's MoMoE)"
-    lines.append(("… less than MoMoE's", f"{1 - paper / momoe:.0%}", text))
+    momoe, of_paper = _layer_gib(rows, "momoe", shape), _paper_gib("momoe", shape)
+    text = f"{1 - ours / of_paper:.0%} (against the paper's MoMoE)" if math.isnan(momoe) else f"{1 - ours / momoe:.0%}"
+    lines.append(("… less than MoMoE's", f"{1 - paper / of_paper:.0%}", text))
     for model, ((t, d), layers) in table.MODELS.items():
         finest, coarsest = (f"{t},{d},{n},{e},{k}" for n, e, k in (layers[0], layers[-1]))
         measured = _layer_gib(rows, OFFICIAL, finest) / _layer_gib(rows, OFFICIAL, coarsest)
@@ -279,6 +280,43 @@ def _host(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     return lines
 
 
+def _of_sweep(rows: pd.DataFrame, sweep: str) -> pd.DataFrame:
+    """A sweep's ratios over our kernels or our layer."""
+    return rows[
+        (rows["sweep"] == sweep)
+        & (rows["record"] == "ratio")
+        & (rows["status"] == "ok")
+        & (rows["denominator"] == OURS)
+        & (rows["numerator"] != OURS)
+        & (rows["time_kind"] == "device")
+    ]
+
+
+def _kernels(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """Each single kernel beside the fastest other one of each shape."""
+    lines: list[tuple[str, str, str]] = []
+    found = _of_sweep(rows, kernels.NAME)
+    for panel in kernels.PANELS:
+        own = found[(found["operation"] == panel.operation) & (found["variant"] == panel.variant)]
+        values = [float(own.loc[own["shape"] == shape, "value"].min()) for _, shape in table.paper_shapes()]
+        if not any(map(math.isnan, values)):
+            text = f"kernel by kernel, the fastest other / ours, geometric mean of the twelve layers: {panel.title}"
+            lines.append((text, "–", f"{_times(_geometric_mean(values))} ({min(values):.2f}× to {max(values):.2f}×)"))
+    return lines
+
+
+def _open_models(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    lines: list[tuple[str, str, str]] = []
+    found = _of_sweep(rows, open_models.NAME)
+    found = found[(found["numerator"] == OFFICIAL) & (found["pass"] == "forward_backward")]
+    for model, shape in open_models.models().items():
+        own = found[found["shape"] == shape]
+        if len(own):
+            text = f"forward + backward: time of SonicMoE / our Triton layer, a layer of {model}, T = 16384"
+            lines.append((text, "–", _interval(own.iloc[-1])))
+    return lines
+
+
 def lines(rows: pd.DataFrame) -> list[str]:
     """The table as Markdown, from the rows of one GPU."""
     chosen = table.one_gpu(rows)
@@ -291,6 +329,8 @@ def lines(rows: pd.DataFrame) -> list[str]:
         _memory,
         _bound,
         _ours_beside,
+        _kernels,
+        _open_models,
     ]
     every = rows[rows["gpu"] == gpu[0]] if gpu else chosen
     return head + [

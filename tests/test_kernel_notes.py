@@ -201,6 +201,35 @@ def old_name(kernel: str, options: dict[str, Any] | None) -> dict[str, Any]:
     return options or {}
 
 
+def test_the_notes_hold_what_tiles_of_64_rows_took() -> None:
+    text = NOTES.read_text(encoding="utf-8").split("## Tiles of 64 rows", 1)[1].split("\n## What launching", 1)[0]
+    of_shapes = json.loads((FOLDER / "sonicmoe_triton_row_tiles.json").read_text())["shapes"]
+    cases = [(its, height) for its in of_shapes for height in (64, 128)]
+    for line, kernel in (
+        ("up-projection", "up_projection"),
+        ("down-projection", "down_projection"),
+        ("dH", "hidden_gradient"),
+        ("dX", "input_gradient"),
+    ):
+        own = [
+            min(row["ms"] for row in its["measured"] if (row["kernel"], row["rows"]) == (kernel, height))
+            for its, height in cases
+        ]
+        assert f"| {line} | {' | '.join(f'{ms:.3f}' for ms in own)} |" in text
+    padded = [its["padded_rows"][str(height)] / its["routed_rows"] for its, height in cases]
+    assert f"| padded / routed rows | {' | '.join(f'{share:.3f}' for share in padded)} |" in text
+
+    def ms_of(shape: int, kernel: str, **options: object) -> str:
+        measured = of_shapes[shape]["measured"]
+        found = [row for row in measured if (row["kernel"], row["rows"]) == (kernel, 128)]
+        return next(f"{row['ms']:.3f}" for row in found if options.items() <= row["options"].items())
+
+    slow, fast = (ms_of(0, "input_gradient", stages=6, by_expert=order) for order in (False, True))
+    assert f"takes {slow} so and {fast} expert by expert" in text
+    ragged, plain = ms_of(1, "up_projection", ragged=True), ms_of(1, "up_projection", plain=True, flatten=False)
+    assert f"takes {ragged} and the plain twin, the\n  choice at 2048 rows, {plain}" in text
+
+
 def expert_rows(shape: str) -> int:
     """Rows of an expert, on average."""
     tokens, _, _, experts, k = map(int, shape.split(","))
