@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from implementations.sonicmoe_triton import (
+    aggregation,
     gluon_contiguous,
     gluon_gathered,
     gluon_hidden_gradient,
@@ -28,7 +29,9 @@ from implementations.sonicmoe_triton.kernels import Choice
 from implementations.sonicmoe_triton.metadata import Routing
 from implementations.sonicmoe_triton.tuned import PLAIN
 
-ENTRIES: list[dict[str, Any]] = json.loads(tuned.TABLE.read_text())["choices"]
+EVERY: list[dict[str, Any]] = json.loads(tuned.TABLE.read_text())["choices"]
+#: Of the GEMMs.
+ENTRIES = [entry for entry in EVERY if entry["kernel"] != tiles.AGGREGATION]
 #: Keyword arguments of which options, for each kernel.
 MAKE: dict[str, Callable[..., Any]] = {
     tiles.UP_PROJECTION: gluon_gathered.make_options,
@@ -108,8 +111,8 @@ each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
 
 
 def test_entries_are_complete_and_different() -> None:
-    assert ENTRIES and len(set(map(name_of, ENTRIES))) == len(ENTRIES)
-    assert all(set(entry) == {"kernel", "d", "width", "rows", "options"} for entry in ENTRIES)
+    assert ENTRIES and len(set(map(name_of, EVERY))) == len(EVERY)
+    assert all(set(entry) == {"kernel", "d", "width", "rows", "options"} for entry in EVERY)
     assert set(MAKE) == set(tune.CANDIDATES)
 
 
@@ -172,6 +175,27 @@ def test_of_several_entries_the_one_with_the_nearest_number_of_rows_counts(monke
     assert [rows for rows, options in found.items() if options is None] == [1024, 2048, 4095]
     assert [rows for rows, options in found.items() if options == PLAIN] == [1 << 17, 1 << 30]
     assert tuned.overrides(tiles.DOWN_PROJECTION, 64, 128, 9) is None
+
+
+def test_the_aggregations_entries_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cleared() -> None:
+        aggregation.choose.cache_clear()
+
+    for entry in EVERY:
+        if entry["kernel"] == tiles.AGGREGATION:
+            assert entry["options"] in tune.AGGREGATIONS and entry["rows"] == 0
+    table = {(tiles.AGGREGATION, 64, number): {0: candidate} for number, candidate in enumerate(tune.AGGREGATIONS, 1)}
+    monkeypatch.setattr(tuned, "_choices", lambda: table)
+    cleared()
+    for k, candidate in enumerate(tune.AGGREGATIONS, 1):
+        found = aggregation.choose(k, 64)
+        assert found == (None if candidate is None else aggregation.Options(**candidate))
+        if found is not None:
+            sizes, how = aggregation.configuration(None, 768, 2, found)
+            assert (sizes["BLOCK_D"], sizes["ROWS"], sizes["TOKENS"]) == (1024, found.rows, 1)
+            assert how == {"num_warps": found.warps}
+    assert aggregation.choose(None, 64) is None and aggregation.choose(1, 128) is None
+    cleared()
 
 
 @pytest.mark.usefixtures("hopper")

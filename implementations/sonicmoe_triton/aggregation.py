@@ -10,13 +10,14 @@ adds its own rows, in a fixed order, so that equal inputs give equal bits.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from implementations.sonicmoe_triton import tiles, tuned
 from implementations.sonicmoe_triton.launching import Launcher, cdiv, next_power_of_2
 from implementations.sonicmoe_triton.metadata import Routing
 
@@ -29,6 +30,18 @@ ROWS_A_THREAD, TOKENS_A_THREAD = 8, 4
 WARPS = 4
 #: Up to here the loop over a token's K rows is unrolled, so that one turn's loads need not wait for another's sum.
 UNROLLED_K = tl.constexpr(64)
+
+
+class Options(NamedTuple):
+    """A program that takes one token's whole rows, in place of a part of several tokens' columns.
+
+    Attributes:
+        warps: of the program.
+        rows: how many of the token's K rows are loaded at once, a power of two.
+    """
+
+    warps: int
+    rows: int
 
 
 @triton.jit
@@ -114,8 +127,14 @@ def tokens_a_thread(rows: int) -> int:
     return max(1, min(TOKENS_A_THREAD, ROWS_A_THREAD // rows))
 
 
-def configuration(k: int | None, d: int, element_size: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """The kernel's sizes and options. ``k``: as for `rows_at_once`."""
+def configuration(
+    k: int | None, d: int, element_size: int, options: Options | None = None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The kernel's sizes, and what its launch is told. ``k``: as for `rows_at_once`."""
+    if options is not None:
+        rows = options.rows if k is None else min(options.rows, next_power_of_2(k))
+        whole = {"BLOCK_D": next_power_of_2(d), "ROWS": rows, "TOKENS": 1, "HINT": "evict_first", "STORE": ""}
+        return whole, {"num_warps": options.warps}
     block_d, across = column_block(d, element_size)
     rows = rows_at_once(k)
     sizes = {"BLOCK_D": block_d, "ROWS": rows, "HINT": "evict_first", "STORE": ""}
@@ -127,12 +146,21 @@ def configuration(k: int | None, d: int, element_size: int) -> tuple[dict[str, A
 
 
 @functools.cache
-def _launcher(k: int | None, weighted: bool, based: bool, d: int, element_size: int) -> tuple[Launcher, int, int]:
+def _launcher(
+    k: int | None, weighted: bool, based: bool, d: int, element_size: int, options: Options | None
+) -> tuple[Launcher, int, int]:
     """And the tokens of a program and the blocks of columns of a token. ``k``: as for `rows_at_once`."""
-    sizes, options = configuration(k, d, element_size)
+    sizes, how = configuration(k, d, element_size, options)
     # A bound on general routing's pairs changes nothing in the kernel, and must not make another one.
     constants = {"K": k or 0, "GENERAL": k is None, "WEIGHTED": weighted, "BASED": based, "D": d, **sizes}
-    return Launcher(_aggregation_kernel, constants, **options), sizes["TOKENS"], cdiv(d, sizes["BLOCK_D"])
+    return Launcher(_aggregation_kernel, constants, **how), sizes["TOKENS"], cdiv(d, sizes["BLOCK_D"])
+
+
+@functools.cache
+def choose(k: int | None, d: int) -> Options | None:
+    """What was tuned for tokens of ``k`` pairs each; None: what `configuration` makes without options."""
+    found = None if k is None else tuned.overrides(tiles.AGGREGATION, d, k, 0)
+    return None if found is None else Options(**found)
 
 
 def aggregate(
@@ -141,6 +169,7 @@ def aggregate(
     weights: Tensor | None = None,
     base: Tensor | None = None,
     over_base: bool = False,
+    options: Options | None = None,
 ) -> Tensor:
     """(T, d) in ``rows``' dtype, summed in fp32; a token without pairs gives its base, or zeros.
 
@@ -150,6 +179,7 @@ def aggregate(
         weights: (R,) in row order (usually fp32 scores); None: ones.
         base: (T, d), added once; None: zeros.
         over_base: write the result over the base, which must be contiguous and of ``rows``' dtype, and return that.
+        options: None: for 16-bit elements on a GPU those of `choose`.
 
     Raises:
         ValueError: a shape that does not fit, a base that cannot take the result, or rows of d elements that are no
@@ -175,7 +205,10 @@ def aggregate(
         return out.zero_() if base is None else out.copy_(base)
     rows = rows.contiguous()
     k = routing.k if routing.token_offsets is None else None
-    launcher, block_t, column_blocks = _launcher(k, weights is not None, base is not None, d, rows.element_size())
+    size = rows.element_size()
+    if options is None and size == 2 and rows.is_cuda:
+        options = choose(k, d)
+    launcher, block_t, column_blocks = _launcher(k, weights is not None, base is not None, d, size, options)
     # Pointers that are never read still have to point somewhere.
     launcher(
         (cdiv(tokens, block_t) * column_blocks,),

@@ -22,6 +22,8 @@ INPUT_GRADIENT = "input_gradient"
 HIDDEN_GRADIENT = "hidden_gradient"
 UP_WEIGHT_GRADIENT = "up_weight_gradient"
 DOWN_WEIGHT_GRADIENT = "down_weight_gradient"
+#: No GEMM and without a tile here; `tuned` has entries for it too.
+AGGREGATION = "aggregation"
 
 #: Shared memory that one program may use on Hopper, bytes.
 SHARED_MEMORY = 227 * 1024

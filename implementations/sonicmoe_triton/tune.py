@@ -82,7 +82,16 @@ CANDIDATES: dict[str, list[Candidate]] = {
     tiles.UP_WEIGHT_GRADIENT: _WEIGHTS,
     tiles.DOWN_WEIGHT_GRADIENT: _WEIGHTS,
 }
+#: Of the aggregation, which has no twin; see `aggregation.Options`.
+AGGREGATIONS: list[Candidate] = [
+    DEFAULT,
+    *({"warps": warps, "rows": rows} for warps in (4, 8) for rows in (1, 2, 4, 8)),
+]
 Launch = Callable[[Candidate], Sequence[Tensor]]
+
+
+def candidates_of(kernel: str) -> list[Candidate]:
+    return AGGREGATIONS if kernel == tiles.AGGREGATION else CANDIDATES[kernel]
 
 
 class Layer:
@@ -108,6 +117,19 @@ class Layer:
         self.h = self.a = self.grad_h = self.scaled_a = self.x
         self.h, self.a = self.launches()[tiles.UP_PROJECTION](PLAIN)
         self.grad_h, self.scaled_a, _ = self.launches()[tiles.HIDDEN_GRADIENT](PLAIN)
+        self._y: Tensor | None = None
+
+    def _aggregate(self, candidate: Candidate) -> Sequence[Tensor]:
+        from implementations.sonicmoe_triton.aggregation import Options, aggregate, configuration
+
+        if self._y is None:
+            (self._y,) = self.launches()[tiles.DOWN_PROJECTION](PLAIN)
+        if candidate is not DEFAULT:
+            options = Options(**candidate)
+            if configuration(self.shape.K, self.shape.d, 2, options)[0]["ROWS"] != options.rows:
+                raise ValueError(f"a token has {self.shape.K} rows")
+            return [aggregate(self._y, self.routing, weights=self.row_scores, options=options)]
+        return [aggregate(self._y, self.routing, weights=self.row_scores)]
 
     def launches(self) -> dict[str, Launch]:
         """Each kernel as a function of the candidate."""
@@ -155,13 +177,18 @@ class Layer:
                 weight_gradient.down_weight_gradient, gluon_weights.down_weight_gradient, weights,
                 self.grad_out, self.scaled_a, r,
             ),
+            tiles.AGGREGATION: self._aggregate,
         }  # fmt: skip
 
     def width(self, kernel: str) -> int:
         """See `tuned.overrides`."""
+        if kernel == tiles.AGGREGATION:
+            return self.shape.K
         return (2 if kernel in (tiles.INPUT_GRADIENT, tiles.UP_WEIGHT_GRADIENT) else 1) * self.shape.n
 
     def flops(self, kernel: str) -> int:
+        if kernel == tiles.AGGREGATION:
+            return 2 * self.rows * self.shape.d
         halves = 2 if kernel in (tiles.UP_PROJECTION, tiles.INPUT_GRADIENT, tiles.UP_WEIGHT_GRADIENT) else 1
         return 2 * halves * self.rows * self.shape.n * self.shape.d
 
@@ -172,7 +199,7 @@ def _compile(job: tuple[MoEShape, str, int]) -> tuple[tuple[MoEShape, str, int],
     try:
         # What is compiled depends on the widths alone; all experts' weights need not fit in so many processes.
         few = replace(shape, E=max(8, shape.K))
-        Layer(few, 256).launches()[kernel](CANDIDATES[kernel][index])
+        Layer(few, 256).launches()[kernel](candidates_of(kernel)[index])
         torch.cuda.synchronize()
     except Exception as error:
         return job, f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -227,9 +254,9 @@ def in_turns(launches: Mapping[int, Callable[[], object]]) -> dict[int, float]:
 
 def _measure(layer: Layer, kernel: str, failed: Mapping[int, str]) -> list[dict[str, Any]]:
     """Every candidate of one kernel: what it took, or why not. ``failed``: why some could not be compiled."""
-    launch, candidates, problems = layer.launches()[kernel], CANDIDATES[kernel], dict(failed)
+    launch, candidates, problems = layer.launches()[kernel], candidates_of(kernel), dict(failed)
     ready = []
-    expected = comparable(kernel, launch(PLAIN))
+    expected = comparable(kernel, launch(PLAIN if PLAIN in candidates else DEFAULT))
     for index in range(len(candidates)):
         if index in problems:
             continue
@@ -247,7 +274,7 @@ def _measure(layer: Layer, kernel: str, failed: Mapping[int, str]) -> list[dict[
     del expected
     times = in_turns({index: functools.partial(launch, candidates[index]) for index in ready})
     about = {"shape": str(layer.shape), "kernel": kernel, "d": layer.shape.d, "width": layer.width(kernel)}
-    about |= {"rows": layer.rows // layer.shape.E}
+    about |= {"rows": 0 if kernel == tiles.AGGREGATION else layer.rows // layer.shape.E}
     rows = []
     for index, options in enumerate(candidates):
         if index in times:
@@ -262,7 +289,7 @@ def _measure(layer: Layer, kernel: str, failed: Mapping[int, str]) -> list[dict[
 def tune(shapes: Sequence[MoEShape], kernels: Sequence[str], workers: int) -> Iterator[list[dict[str, Any]]]:
     """Every candidate of every kernel at one shape after the other: what it took, or why not. A kernel that no memory
     is left for has no rows."""
-    jobs = [(shape, kernel, i) for shape in shapes for kernel in kernels for i in range(len(CANDIDATES[kernel]))]
+    jobs = [(shape, kernel, i) for shape in shapes for kernel in kernels for i in range(len(candidates_of(kernel)))]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failed = {job: problem for job, problem in pool.imap_unordered(_compile, jobs) if problem}
     for shape in shapes:
@@ -330,10 +357,11 @@ def main(
     """Time every candidate and keep the winners; other shapes' entries stay."""
     shapes = [MoEShape.parse(text) for text in shape or []]
     shapes = shapes or list(dict.fromkeys(point.shape for point in load_sweep("paper_layers", load_registry()).points))
-    kernels = kernel or list(CANDIDATES)
-    unknown = [name for name in kernels if name not in CANDIDATES]
+    known = [*CANDIDATES, tiles.AGGREGATION]
+    kernels = kernel or known
+    unknown = [name for name in kernels if name not in known]
     if unknown:
-        raise typer.BadParameter(f"unknown kernel {unknown[0]}; choose from {', '.join(CANDIDATES)}")
+        raise typer.BadParameter(f"unknown kernel {unknown[0]}; choose from {', '.join(known)}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise typer.BadParameter("tuning needs a Hopper GPU (compute capability 9.0)")
     where = environment("cuda")

@@ -36,7 +36,7 @@ def overrides(kernel: str, d: int, width: int, rows: int) -> Mapping[str, Any] |
     Args:
         kernel: one of the names in `tiles`.
         d: width of an embedding.
-        width: of the other operand: n, but H's width for INPUT_GRADIENT and UP_WEIGHT_GRADIENT.
+        width: of the other operand: n, but H's width for INPUT_GRADIENT and UP_WEIGHT_GRADIENT; for AGGREGATION, K.
         rows: the `bucket` of the average number of rows of an expert: the fewer, the more often its weights are read
             for the same work. The entry nearest to it counts; of two, the one with more rows.
 

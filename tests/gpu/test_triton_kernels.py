@@ -18,7 +18,8 @@ from .common import FULL_SCALE, random, relative
 
 pytest.importorskip("triton")
 
-from implementations.sonicmoe_triton.aggregation import aggregate
+from implementations.sonicmoe_triton import tune
+from implementations.sonicmoe_triton.aggregation import Options, aggregate
 from implementations.sonicmoe_triton.biases import expert_sum, row_products
 from implementations.sonicmoe_triton.contiguous_gemm import down_projection, input_gradient
 from implementations.sonicmoe_triton.hidden_gradient import hidden_gradient
@@ -184,7 +185,10 @@ def test_aggregation(big: Big) -> None:
         want.index_add_(0, tokens, rows[own].float())
         weighted.index_add_(0, tokens, rows[own].float() * big.row_scores[own, None])
     assert relative([(aggregate(rows, big.routing, base=big.x), want + big.x.float())]) < LIMIT
-    assert relative([(aggregate(rows, big.routing, weights=big.row_scores), weighted)]) < LIMIT
+    for candidate in tune.AGGREGATIONS:
+        options = None if candidate is None else Options(**candidate)
+        found = aggregate(rows, big.routing, weights=big.row_scores, options=options)
+        assert relative([(found, weighted)]) < LIMIT, candidate
 
 
 def test_biases_gradients(big: Big) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from implementations.sonicmoe_triton.aggregation import aggregate, column_block
+from implementations.sonicmoe_triton.aggregation import Options, aggregate, column_block
 from implementations.sonicmoe_triton.metadata import Routing, make_routing
 
 
@@ -27,7 +27,7 @@ def reference(rows: Tensor, routing: Routing, weights: Tensor | None, base: Tens
     return out.index_add(0, routing.gather.long(), weighted)
 
 
-def check(routing: Routing, d: int, dtype: torch.dtype) -> None:
+def check(routing: Routing, d: int, dtype: torch.dtype, options: Options | None = None) -> None:
     generator = torch.Generator().manual_seed(d)
     rows = torch.randn(routing.rows, d, generator=generator).to(dtype)
     weights = torch.rand(routing.rows, generator=generator)
@@ -35,7 +35,7 @@ def check(routing: Routing, d: int, dtype: torch.dtype) -> None:
     tolerance = 2e-3 if dtype == torch.float16 else 1e-5
     for w in (None, weights):
         for b in (None, base):
-            out = aggregate(rows, routing, weights=w, base=b)
+            out = aggregate(rows, routing, weights=w, base=b, options=options)
             assert out.dtype == dtype and out.shape == (routing.tokens, d)
             torch.testing.assert_close(out.double(), reference(rows, routing, w, b), rtol=tolerance, atol=tolerance)
 
@@ -52,6 +52,13 @@ def test_top_k(tokens: int, k: int, d: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("counts", [(2, 0, 3, 0, 11), (0, 9, 0), (8, 1)])
 def test_general_routing(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     check(general_routing(counts), 72, dtype)
+
+
+@pytest.mark.parametrize("options", [Options(4, 1), Options(8, 2), Options(4, 8)])
+def test_whole_rows(options: Options) -> None:
+    check(top_k_routing(5, 3), 264, torch.float16, options)
+    check(top_k_routing(3, 10), 48, torch.float32, options)
+    check(general_routing((2, 0, 3, 0, 11)), 72, torch.float16, options)
 
 
 def test_many_experts_a_token() -> None:
