@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -97,3 +98,15 @@ def test_the_notes_hold_the_kernels_of_the_rows() -> None:
         assert found["sum"] == pytest.approx(sum(kernel["us"] for kernel in row["kernels"]))  # type: ignore[attr-defined]
         assert sum(us for column, us in found.items() if column != "sum") == pytest.approx(found["sum"])
         assert all(found.values())
+
+
+#: Of no measurement: intervals' level, and how well a figure of the paper can be read.
+STATED = {"95 %", "0.4 %"}
+
+
+def test_the_readmes_prose_has_no_measured_number_of_its_own() -> None:
+    text = numbers.README.read_text(encoding="utf-8")
+    prose = text.split(numbers.BEGIN)[0] + text.split(numbers.END)[1]
+    prose = re.sub(r"```.*?```", "", prose, flags=re.DOTALL)
+    found = re.findall(r"\d+(?:\.\d+)?\s?(?:×|x\b|%|µs|ms|s\b|min\b|seconds|minutes|[KMG]i?B|TFLOPS|GB/s)", prose)
+    assert set(found) <= STATED, sorted(set(found) - STATED)
