@@ -1,0 +1,43 @@
+"""Each claim and its measure."""
+
+from __future__ import annotations
+
+from harness.claims.hints import TRAINING
+from harness.claims.kernel_claims import io_overlap, token_rounding
+from harness.claims.memory_claims import activation_memory, memory_constant, memory_range
+from harness.claims.model import Finding
+from harness.claims.paper import Entry
+from harness.claims.rows import GpuRows
+from harness.claims.subjects import Measure, unmeasured
+from harness.claims.time_claims import forward_vs_deepgemm, near_bound, speed
+
+
+def _training(rows: GpuRows, entry: Entry, subject: str) -> Finding:
+    return unmeasured(rows, subject, TRAINING)
+
+
+def unknown(rows: GpuRows, entry: Entry, subject: str) -> Finding:
+    """Of a claim that nobody has written a measure for."""
+    return unmeasured(rows, subject, "no measure is written for this claim (harness/claims/measures.py)")
+
+
+#: Claim -> how it is measured.
+MEASURES: dict[str, Measure] = {
+    "throughput-vs-scattermoe-7b": speed("scattermoe", "forward_backward"),
+    "activation-memory-7b": activation_memory,
+    "memory-constant-in-granularity": memory_constant,
+    "forward-vs-deepgemm-7b": forward_vs_deepgemm,
+    "backward-vs-scattermoe-7b": speed("scattermoe", "backward"),
+    "token-rounding-kernel-speedup": token_rounding,
+    "token-rounding-quality": _training,
+    "near-dense-bound": near_bound,
+    "training-throughput-7b": _training,
+    "token-rounding-training-throughput": _training,
+    "activation-memory-range": memory_range,
+    "io-overlap": io_overlap,
+}
+#: Claims whose entry has to name a shape.
+WITH_SHAPE = frozenset({
+    "throughput-vs-scattermoe-7b", "activation-memory-7b", "forward-vs-deepgemm-7b", "backward-vs-scattermoe-7b",
+    "token-rounding-kernel-speedup",
+})  # fmt: skip

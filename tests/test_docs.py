@@ -1,0 +1,208 @@
+"""What the documents state is what the code does and what the rows hold."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import record
+from harness.correctness import TOLERANCES, WORST_PART
+from harness.registry import ROOT
+from harness.timing import CLOCK_BAND, TimingSettings
+
+DOCS = ROOT / "docs"
+DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+#: Objects whose keys differ from row to row: a key of theirs is documented once, in angle brackets.
+OPEN = {"correctness": "<side>"}
+_CODE = [*(ROOT / "harness").rglob("*.py"), *(ROOT / "plots").glob("*.py")]
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    below = text.split(heading, 1)[1]
+    lines = re.findall(r"^\|.*\|$", below.split("\n## ", 1)[0], re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def schema_lines() -> list[list[str]]:
+    lines = re.findall(r"^\| `.*\|$", (DOCS / "schema.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@functools.cache
+def documented() -> dict[str, list[str]]:
+    """Field of the schema -> its line."""
+    return {cells[0].strip("`"): cells for cells in schema_lines()}
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for path in sorted((ROOT / "results").glob("*/*.jsonl")):
+        if path.parent.name != "local":
+            yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+@functools.cache
+def occurring() -> dict[str, set[str]]:
+    """Field that committed rows have, top level and one level down -> the JSON types of its values."""
+    found: dict[str, set[str]] = {}
+    names = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "text", list: "array"}
+
+    def note(field: str, value: Any) -> None:
+        found.setdefault(field, set()).add(names.get(type(value), "object"))
+
+    for row in rows():
+        for field, value in row.items():
+            note(field, value)
+            for part in value if isinstance(value, list) else [value]:
+                for key, inner in part.items() if isinstance(part, Mapping) else ():
+                    known = f"{field}.{key}" in documented()
+                    note(f"{field}.{key}" if known or field not in OPEN else f"{field}.{OPEN[field]}", inner)
+    return found
+
+
+def test_every_field_of_the_rows_is_documented() -> None:
+    missing = sorted(set(occurring()) - set(documented()))
+    assert not missing, f"docs/schema.md lacks {', '.join(missing)}"
+
+
+def test_every_field_of_the_code_is_documented() -> None:
+    assert set(record.Row.__annotations__) <= set(documented())
+    for field, keys in (("latency_ms", record.TimeSummary), ("memory_bytes", record.MemoryBytes)):
+        described = {name.split(".")[1] for name in documented() if "." in name}
+        assert set(keys.__annotations__) <= described, field
+
+
+def test_no_documented_field_is_unknown() -> None:
+    literals = {
+        node.value
+        for path in _CODE
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for field in documented():
+        top, _, key = field.partition(".")
+        assert top in record.Row.__annotations__, f"{field}: not a field of schema {record.SCHEMA_VERSION}"
+        assert field in occurring() or "<" in key or not key or key in literals, f"{field}: nothing has or writes it"
+
+
+def test_documented_fields_have_the_types_of_the_rows() -> None:
+    for field, types in occurring().items():
+        said = documented()[field][1]
+        allowed = {said, "null"} | ({"integer"} if said == "number" else set())
+        assert types <= allowed, f"{field}: documented as {said}, rows have {', '.join(sorted(types))}"
+
+
+def test_each_field_is_documented_once_and_in_full() -> None:
+    lines = schema_lines()
+    assert len({cells[0] for cells in lines}) == len(lines)
+    for cells in lines:
+        assert len(cells) == 5 and cells[1] and cells[3] and cells[4], cells
+
+
+def test_what_is_said_to_be_always_there_is() -> None:
+    always = [field for field, cells in documented().items() if cells[4] == "always"]
+    assert {"status", "shape.T", "environment.torch"} <= set(always)
+    for row in rows():
+        for field in always:
+            top, _, key = field.partition(".")
+            assert top in row and (not key or key in row[top]), f"{field}: absent in a row of {row['run_id']}"
+
+
+def test_the_statuses() -> None:
+    text = (DOCS / "method.md").read_text(encoding="utf-8")
+    lines = {cells[0].strip("`"): cells[-1] for cells in table(text, "## Status")}
+    assert set(lines) == set(record.STATUSES)
+    assert {status for status, numbers in lines.items() if numbers == "yes"} == set(record.MEASURED_STATUSES)
+
+
+def test_the_tolerances() -> None:
+    text = (DOCS / "method.md").read_text(encoding="utf-8")
+    lines = {cells[0]: (float(cells[1]), float(cells[2])) for cells in table(text, "## The correctness gate")}
+    assert lines == TOLERANCES
+    assert WORST_PART == 10 and "more than ten times that" in text
+
+
+def test_the_numbers_of_sampling() -> None:
+    text = (DOCS / "method.md").read_text(encoding="utf-8")
+    settings = TimingSettings()
+    assert f"at least {settings.min_samples} samples" in text and f"after {settings.max_samples} samples" in text
+    assert f"at most {settings.target_width:.0%} wide".replace("%", " %") in text
+    assert (settings.time_limit_s, settings.heat_s) == (1.0, 2.0)
+    assert "after one second" in text and "for two seconds" in text
+    assert text.count(f"more than {CLOCK_BAND:.0%}".replace("%", " %")) == 2
+
+
+def test_two_runs_may_differ_by_more_than_their_intervals() -> None:
+    assert "Two runs of the same ratio in the committed rows do." in (DOCS / "method.md").read_text(encoding="utf-8")
+    runs: dict[str, list[list[float]]] = {}
+    for row in rows():
+        if row["record"] == "ratio" and row["status"] == "ok":
+            fields = ("operation", "pass", "shape", "numerator", "denominator", "denominator_variant", "layer", "dtype")
+            routings = [
+                {key: row.get(routing, {}).get(key) for key in ("method", "distribution", "seed", "m_tile")}
+                for routing in ("routing", "denominator_routing")
+            ]
+            key = json.dumps([row["environment"]["gpu"], row["variant"], *map(row.get, fields), routings])
+            runs.setdefault(key, []).append(row["ci95"])
+    assert any(a[1] < b[0] for found in runs.values() for a in found for b in found)
+
+
+def test_what_the_method_names_exists() -> None:
+    """Functions and constants in backticks, in method.md."""
+    defined = {
+        name
+        for path in _CODE
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in (
+            [node.name]
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            else [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if isinstance(node, ast.Assign)
+            else []
+        )
+    }
+    text = (DOCS / "method.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(_?[a-z]\w*_\w+|[A-Z]\w*(?:\.\w+)?|judge)`", text))
+    keys = {name.split(".")[-1] for name in documented()} | set(record.STATUSES) | {"interval_width", "training_step"}
+    keys |= {*record.PASSES, "max_samples", "time_limit"}
+    unknown = sorted(name for name in named if name.split(".")[-1] not in defined | keys)
+    assert not unknown, f"docs/method.md names {', '.join(unknown)}"
+    assert {"measure_point", "sample_until", "median_interval", "judge", "CLOCK_BAND"} <= named
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] != "code")
+    named = set(re.findall(r"`((?:docs|harness|notebooks|plots|results|sweeps|tests)/[\w./]*)`", text))
+    named |= {name for name in re.findall(r"\]\(([\w./]+)\)", text) if "://" not in name}
+    made = ("results/local",)
+    missing = [name for name in named if not name.startswith(made) and not (ROOT / name).exists()]
+    assert not [name for name in missing if not (path.parent / name).exists()], missing
+    for name in re.findall(r"[\w/]+\.ipynb", text):
+        assert (ROOT / "notebooks" / Path(name).name).exists(), name
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_documents_name_no_place_of_a_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"(?:^|[\s\"'(`=])(?:/[A-Za-z_]|~/|[A-Z]:\\\w)", text, re.MULTILINE)
+    assert max(map(len, text.splitlines()), default=0) < 2000
+
+
+def test_the_glossary_has_the_symbols_and_terms() -> None:
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    symbols = {symbol.strip() for cells in table(text, "## Symbols") for symbol in cells[0].split(",")}
+    assert {"T", "d", "n", "E", "K", "R", "S", "H"} <= symbols
+    terms = re.findall(r"\*\*(.+?)\.\*\*", text)
+    assert len(terms) == len(set(terms))
+    for term in ("Tile", "Padding", "Token rounding", "Gather fusion", "Model FLOPs", "Hardware FLOPs", "Sparse"):
+        assert term in terms
