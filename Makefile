@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help reproduce test check smoke plots baselines clean
+.PHONY: help reproduce test check smoke plots report baselines clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -32,7 +32,7 @@ baselines: $(STAMP)  ## install the baselines' packages on a GPU node, one by on
 	done
 	$(BIN)/moebench doctor
 
-reproduce: $(STAMP) $(if $(HAS_GPU),baselines)  ## measure what this machine can, and draw every figure
+reproduce: $(STAMP) $(if $(HAS_GPU),baselines)  ## measure what this machine can, draw every figure, and report
 	$(BIN)/moebench reproduce
 
 test: $(STAMP)  ## the test suite; no GPU needed
@@ -49,6 +49,9 @@ smoke: $(STAMP)  ## a sweep of seconds
 
 plots: $(STAMP)  ## draw the figures from the rows in results/
 	$(BIN)/moebench plot
+
+report: $(STAMP)  ## claims, figures and tables on the terminal, as Markdown and as one HTML page
+	$(BIN)/moebench report
 
 clean:  ## remove the environment and local results
 	rm -rf $(VENV) results/local

@@ -1,4 +1,4 @@
-"""The command line: ``moebench list | doctor | check | run | plot | reproduce``.
+"""The command line: ``moebench list | doctor | check | run | compare | plot | report | reproduce``.
 
 Bad input gets one line on standard error and exit code 2; a sweep in which points failed ends with exit code 3.
 """
@@ -152,6 +152,31 @@ def run(
 
 
 @app.command()
+def compare(
+    first: Annotated[str, typer.Argument(help="An implementation, or a file or folder of earlier rows.")],
+    second: Annotated[str, typer.Argument(help="Another implementation, or a file or folder of later rows.")],
+    shape: Annotated[str, typer.Option(help="T,d,n,E,K; default: the paper's headline layer.")] = "",
+    operation: Annotated[str, typer.Option(help="See moebench list.")] = "moe_layer",
+    variant: Annotated[str, typer.Option(help="Of the operation; default: the first.")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; default: the first that both take.")] = "",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the rows; default: results/local/<gpu>, which git ignores.")
+    ] = None,
+) -> None:
+    """Compare two implementations live (time of the first / time of the second), or two sets of rows."""
+    from harness import compare as comparing
+
+    paths = [Path(text) for text in (first, second)]
+    if any(path.exists() and ("/" in str(path) or path.suffix) for path in paths):
+        comparing.compare_rows(out, *paths)
+        return
+    global _storing
+    _storing = True
+    if comparing.compare(out, (first, second), shape, operation, variant, dtype, output):
+        raise typer.Exit(EXIT_FAILED_POINTS)
+
+
+@app.command()
 def plot(
     results: Annotated[Path | None, typer.Option(help="Folder with rows; default: results/.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the figures; default: results/figures.")] = None,
@@ -161,6 +186,23 @@ def plot(
     from harness.session import draw_figures
 
     draw_figures(out, results, output, figure or [])
+
+
+@app.command()
+def report(
+    results: Annotated[Path | None, typer.Option(help="Folder with rows; default: results/.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the files; default: results/local/report, which git ignores.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Earlier rows, a folder or a file: say what got slower or faster.")
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="terminal, markdown, html or all.")] = "all",
+) -> None:
+    """Claims, figures and tables from the rows: on the terminal, as Markdown, and as one HTML page."""
+    from harness.report import report as make_report
+
+    make_report(out, results, output, against, form)
 
 
 @app.command()

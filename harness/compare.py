@@ -1,4 +1,4 @@
-"""Two implementations against each other, live: ratio rows of one shape, both in one process on the same data."""
+"""Two implementations against each other, live, by ratio rows of one shape; or two sets of rows."""
 
 from __future__ import annotations
 
@@ -78,6 +78,32 @@ def compare(
     failed = run_sweep(out, sweep, registry, path, resume=False, dry_run=False)
     _print(out, list(store.read(path)[0])[before:], plugins)
     return failed
+
+
+def compare_rows(out: Console, earlier: Path, later: Path) -> None:
+    """Print which points of two files or folders of rows got slower or faster, and, where they are of several GPUs, the
+    points of those beside each other.
+
+    Raises:
+        UserError: a file or folder that is missing or cannot be read, or holds no row.
+    """
+    from harness.report import rows, tables, terminal
+
+    sets = []
+    for path in (earlier, later):
+        found, problems = rows.read(path, "compare")
+        for problem in problems:
+            out.print(f"[yellow]ignored[/] {escape(problem)}", highlight=False, soft_wrap=True)
+        if not found:
+            raise UserError(f"{path}: no rows there")
+        sets.append(found)
+    changed = tables.against(sets[1], sets[0], str(earlier))
+    across = tables.across(rows.latest([*sets[0], *sets[1]]))
+    several = across is not None and across.rows
+    if changed.rows or not several:
+        terminal.changes(out, changed)
+    if across is not None and several:
+        terminal.across(out, across)
 
 
 def _common(

@@ -297,3 +297,6 @@ def reproduce(out: Console) -> None:
     if failed:
         out.print(f"[yellow]{failed} rows failed; the figures mark them[/]")
     draw_figures(out, None, None, [])
+    from harness.report import report
+
+    report(out)

@@ -73,12 +73,18 @@ def read(path: Path | str) -> tuple[list[Row], list[ReadProblem]]:
     Raises:
         UserError: the file does not exist or cannot be read.
     """
+    numbered, problems = read_numbered(path)
+    return [row for _, row in numbered], problems
+
+
+def read_numbered(path: Path | str) -> tuple[list[tuple[int, Row]], list[ReadProblem]]:
+    """`read` with each row's line, counted from 1."""
     path = Path(path)
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    rows: list[Row] = []
+    rows: list[tuple[int, Row]] = []
     problems: list[ReadProblem] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -95,7 +101,7 @@ def read(path: Path | str) -> tuple[list[Row], list[ReadProblem]]:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             problems.append(ReadProblem(path, number, faults[0] + more))
         else:
-            rows.append(cast(Row, row))
+            rows.append((number, cast(Row, row)))
     return rows, problems
 
 
@@ -149,17 +155,21 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     agrees (the sweep's name aside) and the GPU is the same."""
     newest: dict[str, Row] = {}
     for row in rows:
-        routing = row.get("routing") or {}
         environment = row.get("environment") or {}
-        identity = [row.get(key) for key in _IDENTITY]
-        identity.append({key: routing.get(key) for key in ("method", "distribution", "seed", "m_tile")})
-        identity.append((row.get("denominator_routing") or {}).get("method"))
-        identity.append((row.get("latency_ms") or {}).get("mode") or row.get("mode") or "burst")
-        identity.append(environment.get("gpu") if row.get("measured_on") == "cuda" else environment.get("cpu"))
-        key = json.dumps(identity, sort_keys=True)
+        key = identity(row, environment.get("gpu") if row.get("measured_on") == "cuda" else environment.get("cpu"))
         if key not in newest or str(row.get("timestamp")) >= str(newest[key].get("timestamp")):
             newest[key] = row
     return list(newest.values())
+
+
+def identity(row: Row, machine: str | None) -> str:
+    """Equal for two rows of one measurement on one machine: everything asked for agrees, the sweep's name aside."""
+    routing = row.get("routing") or {}
+    asked: list[Any] = [row.get(key) for key in _IDENTITY]
+    asked.append({key: routing.get(key) for key in ("method", "distribution", "seed", "m_tile")})
+    asked.append((row.get("denominator_routing") or {}).get("method"))
+    asked.append((row.get("latency_ms") or {}).get("mode") or row.get("mode") or "burst")
+    return json.dumps([*asked, machine], sort_keys=True)
 
 
 _IDENTITY = (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from rich.console import Console
 
 from harness import compare
@@ -96,3 +98,54 @@ def test_refusals_are_one_line(
         compare.compare(Console(file=io.StringIO()), names, **given, output=tmp_path)
     assert reason in str(raised.value) and "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+MEASURED = ROOT / "results" / "nvidia_h200" / "open_models.jsonl"
+
+
+def changed(folder: Path, name: str, gpu: str, factor: float) -> Path:
+    """The committed rows of open models as of a GPU, all times by a factor longer."""
+    lines = []
+    for line in MEASURED.read_text().splitlines():
+        row = json.loads(line)
+        row["environment"]["gpu"] = gpu
+        for field in ("device_ms", "busy_ms", "latency_ms"):
+            for key in ("median", "p05", "p95"):
+                if row.get(field) and key in row[field]:
+                    row[field][key] *= factor
+            if row.get(field):
+                row[field]["ci95"] = [end * factor for end in row[field]["ci95"]]
+        lines.append(json.dumps(row))
+    path = folder / f"{name}.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def printed(earlier: Path, later: Path) -> str:
+    out = Console(file=io.StringIO(), width=160)
+    compare.compare_rows(out, earlier, later)
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def test_two_files_of_one_gpu_say_what_got_slower(tmp_path: Path) -> None:
+    slower = changed(tmp_path, "slower", "NVIDIA H200", 1.5)
+    text = printed(MEASURED, slower)
+    points = sum(json.loads(line)["record"] == "measurement" for line in MEASURED.read_text().splitlines())
+    failed = sum(json.loads(line)["status"] != "ok" for line in MEASURED.read_text().splitlines())
+    assert f"{points - failed} slower" in text and "1.50 [" in text and "several GPUs" not in text
+    assert f"{points - failed} within intervals" in printed(MEASURED, MEASURED)
+
+
+def test_two_files_of_two_gpus_stand_beside_each_other(tmp_path: Path) -> None:
+    text = printed(MEASURED, changed(tmp_path, "other", "NVIDIA H300", 0.5))
+    assert "The same points on several GPUs" in text and "times as fast as NVIDIA H200" in text and "2.00" in text
+    assert "slower" not in text
+
+
+def test_files_on_the_command_line(command_line: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    code, output, _ = command_line("compare", MEASURED, MEASURED)
+    assert code == 0 and "within intervals" in output
+    for second, reason in ((tmp_path / "none.jsonl", "no such file"), (tmp_path, "no rows there")):
+        code, _, error = command_line("compare", MEASURED, second)
+        assert code == 2 and reason in error and error.count("\n") == 1

@@ -13,7 +13,7 @@ from harness.claims.model import Interval, RowRef
 from harness.errors import UserError
 from harness.record import Row
 from harness.shapes import MoEShape
-from harness.store import read
+from harness.store import read_numbered
 
 PASS_TEXT = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 
@@ -78,15 +78,10 @@ class Number:
 
 def _numbered(path: Path, name: str) -> tuple[list[tuple[Row, str, int]], list[str]]:
     try:
-        rows, problems = read(path)
-        # Read again after the rows: files only grow, so every row is still there, in the same order.
-        texts = path.read_bytes().split(b"\n")
-    except (UserError, OSError) as error:
+        rows, problems = read_numbered(path)
+    except UserError as error:
         return [], [str(error)]
-    bad = {problem.line for problem in problems}
-    numbers = [number for number, text in enumerate(texts, 1) if text.strip() and number not in bad]
-    found = [(row, name, number) for row, number in zip(rows, numbers, strict=False)]
-    return found, [str(problem) for problem in problems]
+    return [(row, name, number) for number, row in rows], [str(problem) for problem in problems]
 
 
 def read_lines(results: Path | str) -> tuple[list[Line], list[str]]:

@@ -141,8 +141,8 @@ def configuration(
     if k is None:  # a program of several tokens would take as long as its longest
         return {**sizes, "TOKENS": 1}, {"num_warps": across}
     # Without a limit the assembler aims at fewer registers and issues half of the loads after the first sums.
-    options = {"num_warps": WARPS, "maxnreg": 64 if rows <= ROWS_A_THREAD else 96}
-    return {**sizes, "TOKENS": tokens_a_thread(rows) * (WARPS // across)}, options
+    how = {"num_warps": WARPS, "maxnreg": 64 if rows <= ROWS_A_THREAD else 96}
+    return {**sizes, "TOKENS": tokens_a_thread(rows) * (WARPS // across)}, how
 
 
 @functools.cache

@@ -1,0 +1,171 @@
+"""The report's short form: what a terminal holds. Text from rows is never read as rich's markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from harness.claims import ClaimResult
+from harness.report import data
+from harness.report.data import SUBJECTS, Report
+from harness.report.tables import Table, cell_text
+from harness.report.text import NONE, count, in_unit, number, one_line, plain
+
+#: Verdict -> colour; the words say it too.
+COLOURS = {"better": "green", "reproduced": "green", "not reproduced": "red", "not measured": "yellow"}
+#: Lines of a list or table before the rest is only counted.
+MOST = 12
+
+
+def render(out: Console, report: Report) -> None:
+    """Print head, claims, the paper's layers, what changed and what failed."""
+    out.print(Text(data.TITLE, style="bold"))
+    for line in report.summary:
+        _line(out, line)
+    for machine in report.machines:
+        facts = "; ".join(f"{what} {', '.join(values)}" for what, values in machine.facts)
+        statuses = ", ".join(f"{points:,} {status}" for status, points in machine.statuses)
+        _line(out, f"{machine.name}: {statuses}; {facts}", indent=2)
+    _list(out, "Missing", report.missing, "yellow")
+    _list(out, "Not used", report.problems, "yellow")
+    _claims(out, report)
+    _layers(out, report)
+    for name in ("against", "repeated"):
+        table = report.table(name)
+        if table is not None and (table.rows or name == "against"):
+            changes(out, table)
+    _failures(out, report)
+
+
+def _line(out: Console, line: str, indent: int = 0, style: str = "") -> None:
+    out.print(Padding(Text(one_line(line), style=style), (0, 0, 0, indent)))
+
+
+def _list(out: Console, title: str, lines: Sequence[str], style: str) -> None:
+    if lines:
+        out.print(Text(title, style="bold"))
+        for line in lines[:MOST]:
+            _line(out, line, 2, style)
+        if len(lines) > MOST:
+            _line(out, f"… {len(lines) - MOST} more", 2)
+
+
+def _table(out: Console, title: str, columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> None:
+    table = RichTable(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name, kind in columns:
+        table.add_column(Text(name), justify="right" if kind == "number" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row))
+    out.print(table)
+
+
+def _claims(out: Console, report: Report) -> None:
+    pairs = data.verdict_counts(report.claims)
+    rows: list[list[str | Text]] = []
+    for result in report.claims:
+        claim = result.claim
+        found = {(finding.gpu, finding.subject): finding for finding in result.findings}
+        # Words, so that a narrow column breaks between them.
+        cells: list[str | Text] = [plain(claim.id).replace("-", " "), in_unit(claim.paper, claim.unit)]
+        for gpu, subject, _ in pairs:
+            finding = found.get((gpu, subject))
+            if finding is None:
+                cells.append(NONE)
+                continue
+            value = f"{in_unit(finding.value, claim.unit, finding.ci95)} " if finding.value is not None else ""
+            cells.append(Text(f"{value}{plain(finding.verdict)}", style=COLOURS.get(finding.verdict, "")))
+        values = [in_unit(prediction.value, claim.unit) for prediction in result.predictions]
+        cells.append(" / ".join(value for value in values if value != NONE) or NONE)
+        rows.append(cells)
+    known = [one.gpu for result in report.claims for one in result.predictions if one.value is not None]
+    predicted = ", ".join(dict.fromkeys(known))
+    columns = [("claim", "text"), ("paper, H100", "number")]
+    columns += [(f"{plain(gpu)}: {SUBJECTS.get(subject, subject)}", "text") for gpu, subject, _ in pairs]
+    columns += [(f"{plain(predicted)}: predicted, not measured", "number")] if predicted else []
+    _table(out, "The paper's claims, with 95 % intervals", columns, [row[: len(columns)] for row in rows])
+    open_claims = [result for result in report.claims if _reason(result)]
+    _list(out, "Not measured", [f"{result.claim.id}: {_reason(result)}" for result in open_claims], "")
+
+
+def _reason(result: ClaimResult) -> str:
+    """Why nothing was measured of a claim, on whichever GPU; empty where something was."""
+    if any(finding.verdict != "not measured" for finding in result.findings):
+        return ""
+    return next((one_line(plain(finding.reason), 200) for finding in result.findings if finding.reason), "")
+
+
+def _layers(out: Console, report: Report) -> None:
+    """Forward + backward of SonicMoE: the paper's beside every GPU's, official and ours."""
+    wanted = ("sonicmoe_official", "sonicmoe_triton")
+    found = [
+        line for line in report.layers if line.quantity == "forward + backward TFLOPS" and line.implementation in wanted
+    ]
+    by_shape: dict[tuple[str, str], dict[str, int]] = {}
+    for index, line in enumerate(found):
+        by_shape.setdefault((line.model, line.shape), {})[line.implementation] = index
+    rows = []
+    for (model, shape), names in by_shape.items():
+        _, _, n, experts, k = shape.split(",")
+        cells = [f"{model} n={n} E={experts} K={k}"]
+        official = found[names[wanted[0]]] if wanted[0] in names else None
+        cells.append(number(official.paper if official else None))
+        for gpu in report.layer_gpus:
+            for name in wanted:
+                value = found[names[name]].measured.get(gpu) if name in names else None
+                cells.append(value.text.split(" [")[0] if value else NONE)
+        rows.append(cells)
+    columns = [("layer", "text"), ("paper, H100", "number")]
+    for gpu in report.layer_gpus:
+        columns += [(f"{gpu}: official", "number"), ("ours", "number")]
+    _table(out, "Forward + backward of SonicMoE, TFLOPS", columns, rows)
+
+
+def changes(out: Console, table: Table) -> None:
+    """Print how many points changed, and the largest changes."""
+    place = [column.title for column in table.columns].index("change")
+    words: dict[str, int] = {}
+    for row in table.rows:
+        words[cell_text(row[place])] = words.get(cell_text(row[place]), 0) + 1
+    summary = ", ".join(f"{points} {word}" for word, points in words.items()) or table.empty
+    _line(out, f"{table.title}: {summary}", style="bold")
+    changed = [row for row in table.rows if cell_text(row[place]) != "within intervals"]
+    # The slowest and the fastest, whose order is the table's.
+    shown = changed if len(changed) <= MOST else [*changed[: MOST // 4], *changed[-(MOST // 4) :]]
+    if shown:
+        lines = []
+        for row in shown:
+            cells = [one_line(cell_text(cell)) for cell in row[: place + 2]]
+            lines.append([", ".join(filter(None, cells[:place])), *cells[place:]])
+        title = f"Largest changes ({len(shown)} of {len(changed)})" if len(changed) > len(shown) else "Changes"
+        _table(out, title, [("point", "text"), ("change", "text"), ("after / before", "number")], lines)
+
+
+def across(out: Console, table: Table) -> None:
+    """Print the same points on several GPUs: a line for each point, its names in one column."""
+    numbers = [index for index, column in enumerate(table.columns) if column.kind == "number"]
+    rows = []
+    for row in table.rows:
+        cells = [one_line(cell_text(cell)) for cell in row]
+        names = [cell for index, cell in enumerate(cells) if index not in numbers and cell not in ("", NONE)]
+        rows.append([", ".join(names), *(cells[index] for index in numbers)])
+    columns = [("point", "text"), *((table.columns[index].title, "number") for index in numbers)]
+    _table(out, table.title, columns, rows)
+
+
+def _failures(out: Console, report: Report) -> None:
+    table = report.table("failures")
+    if table is None or not table.rows:
+        return
+    _line(out, f"Failures, {count(len(table.rows), 'reason')}", style="bold")
+    for row in table.rows[:MOST]:
+        machine, who, operation, status, points, shapes, reason, place = map(cell_text, row)
+        _line(
+            out, f"{status} ×{points}: {who}, {operation} on {machine} ({shapes}): {one_line(reason, 240)} [{place}]", 2
+        )
+    if len(table.rows) > MOST:
+        _line(out, f"… {len(table.rows) - MOST} more in the other forms", 2)
