@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import triton
-from test_triton_compile_gemms import resources
 from test_triton_compile_gluon_gathered import boxes as gluon_boxes
 from test_triton_compile_gluon_gathered import check as check_gluon
 from triton.backends.compiler import GPUTarget
@@ -19,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from implementations import _ablation_gluon, _ablation_kernels, _separate_kernels
 from implementations.sonicmoe_triton import gluon_hidden_gradient, gluon_up_projection, tiles
+from implementations.sonicmoe_triton.compiled import resources
 from implementations.sonicmoe_triton.gluon_common import CONSUMER_WARPS, ENTRY_REGISTERS
 from implementations.sonicmoe_triton.gluon_gathered import ROWS, Options
 from implementations.sonicmoe_triton.tiles import Tile

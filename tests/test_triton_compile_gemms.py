@@ -7,11 +7,6 @@ gathered rows), nothing spills, shared memory fits. A case that fails prints the
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton.compiled import Facts, facts_of
 from implementations.sonicmoe_triton.contiguous_gemm import down_projection_kernel, input_gradient_kernel
 from implementations.sonicmoe_triton.hidden_gradient import SLICE, hidden_gradient_kernel
 from implementations.sonicmoe_triton.tiles import Tile
@@ -39,19 +35,6 @@ KERNELS = (
     tiles.DOWN_WEIGHT_GRADIENT,
 )
 GATHERING = (tiles.UP_PROJECTION, tiles.HIDDEN_GRADIENT, tiles.UP_WEIGHT_GRADIENT, tiles.DOWN_WEIGHT_GRADIENT)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a compiled kernel says of itself: registers and bytes of stack of a thread, shared bytes of a program."""
-
-    registers: int
-    stack: int
-    shared: int
-    wgmma: int
-    tma_loads: int
-    tma_stores: int
-    cp_async: int
 
 
 _facts: dict[str, tuple[Tile, Facts]] = {}
@@ -117,29 +100,7 @@ def build(
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
-    registers, stack = resources(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
-    return Facts(
-        registers=registers,
-        stack=stack,
-        shared=compiled.metadata.shared,
-        wgmma=ptx.count("wgmma.mma_async"),
-        tma_loads=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
-        tma_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
-        cp_async=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
-    )
-
-
-def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread, as the tool inside Triton reads them."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        text = subprocess.run([str(tool), "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
+    return facts_of(compiled)
 
 
 def table() -> str:

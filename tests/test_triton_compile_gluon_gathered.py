@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import triton
-from test_triton_compile_gemms import resources
 from test_triton_compile_gluon_contiguous import check_shared_memory_rules
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from implementations.sonicmoe_triton import gluon_hidden_gradient, gluon_up_projection, tiles
+from implementations.sonicmoe_triton.compiled import resources
 from implementations.sonicmoe_triton.gluon_common import CONSUMER_WARPS, ENTRY_REGISTERS
 from implementations.sonicmoe_triton.gluon_gathered import (
     CONSUMER_REGISTERS,

@@ -179,7 +179,7 @@ def aggregate(
         weights: (R,) in row order (usually fp32 scores); None: ones.
         base: (T, d), added once; None: zeros.
         over_base: write the result over the base, which must be contiguous and of ``rows``' dtype, and return that.
-        options: None: for 16-bit elements on a GPU those of `choose`.
+        options: None: for 16-bit elements those of `choose`.
 
     Raises:
         ValueError: a shape that does not fit, a base that cannot take the result, or rows of d elements that are no
@@ -206,7 +206,7 @@ def aggregate(
     rows = rows.contiguous()
     k = routing.k if routing.token_offsets is None else None
     size = rows.element_size()
-    if options is None and size == 2 and rows.is_cuda:
+    if options is None and size == 2:
         options = choose(k, d)
     launcher, block_t, column_blocks = _launcher(k, weights is not None, base is not None, d, size, options)
     # Pointers that are never read still have to point somewhere.
