@@ -99,7 +99,11 @@ def _speed(axes: Axes, rows: pd.DataFrame, names: Sequence[str], palette: Mappin
     }
     baselines = [name for name in baselines if by_name[name] or not math.isnan(known[name])]
     here = {name: by_name[name].get(table.HEADLINE_SHAPE, Ratio()) for name in baselines}
-    means = {name: geometric_mean(by_name[name].values()) for name in baselines}
+    # Layers of other models are measured too, by other sweeps.
+    paper = {shape for _, shape in table.paper_shapes()}
+    means = {
+        name: geometric_mean(ratio for shape, ratio in by_name[name].items() if shape in paper) for name in baselines
+    }
     numbers = [claim["value"], 1.0, *known.values()]
     numbers += [r.high if not math.isnan(r.high) else r.value for r in [*here.values(), *means.values()]]
     end = max(number for number in numbers if not math.isnan(number)) * 1.36
@@ -139,8 +143,8 @@ def _speed(axes: Axes, rows: pd.DataFrame, names: Sequence[str], palette: Mappin
     if not counts:
         return ""
     if len(counts) == 1:
-        return f"circle: geometric mean ({counts[0]} shape{'s' if counts[0] > 1 else ''})"
-    return f"circle: geometric mean of what ran ({counts[0]} – {counts[-1]} shapes)"
+        return f"circle: geometric mean ({counts[0]} of the twelve layers)"
+    return f"circle: geometric mean of what ran ({counts[0]} – {counts[-1]} of the twelve layers)"
 
 
 def _memory(axes: Axes, layers: pd.DataFrame, names: Sequence[str], palette: Mapping[str, str]) -> bool:

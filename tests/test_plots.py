@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 
 import plots
@@ -299,6 +300,20 @@ def test_ratios_are_turned_to_the_reference_and_their_mean_is_geometric() -> Non
     assert mean.value == pytest.approx(4.0)
     assert mean.points == 2
     assert mean.low < mean.value < mean.high
+
+
+def test_the_headlines_mean_is_over_the_papers_layers_alone() -> None:
+    others = ["16384,2048,1024,64,8", "16384,7168,2048,256,8"]
+    rows = table.frame([
+        ratio("scattermoe", "sonicmoe_official", shape, value)
+        for shape, value in [(table.HEADLINE_SHAPE, 2.0), *((other, 8.0) for other in others)]
+    ])  # fmt: skip
+    figure, axes = plt.subplots()
+    said = headline._speed(axes, rows, ["sonicmoe_official", "scattermoe"], {"scattermoe": "#000000"})
+    circles = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
+    plt.close(figure)
+    assert said == "circle: geometric mean (1 of the twelve layers)"
+    assert circles == pytest.approx([2.0])
 
 
 def test_the_papers_bars_give_its_headline_ratio() -> None:
