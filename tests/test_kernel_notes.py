@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from implementations.sonicmoe_triton.tune import candidates_of
 from implementations.sonicmoe_triton.tuned import PLAIN, TABLE
 from plots.kernel_table import NOTES
 from plots.rows import RESULTS
@@ -249,7 +250,12 @@ def test_every_tuned_choice_was_faster_than_the_default(choice: dict[str, Any]) 
     chosen, default = (
         times[json.dumps(old_name(choice["kernel"], options), sort_keys=True)] for options in (choice["options"], None)
     )
-    assert choice["options"] is None or chosen < 0.99 * default
+    if choice["options"] is None:
+        # Of what can be chosen today nothing was faster by more than the margin.
+        today = {json.dumps(old_name(choice["kernel"], its), sort_keys=True) for its in candidates_of(choice["kernel"])}
+        assert min(ms for name, ms in times.items() if name in today) > 0.99 * default
+    else:
+        assert chosen < 0.99 * default
     if choice["options"] == PLAIN:
         assert chosen == min(times.values())
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.shapes import MoEShape
 from implementations.sonicmoe_triton import (
     aggregation,
     gluon_contiguous,
@@ -112,7 +113,7 @@ each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
 
 def test_entries_are_complete_and_different() -> None:
     assert ENTRIES and len(set(map(name_of, EVERY))) == len(EVERY)
-    assert all(set(entry) == {"kernel", "d", "width", "rows", "options"} for entry in EVERY)
+    assert all(set(entry) == {"kernel", "d", "width", "rows", "options", "commit", "dirty"} for entry in EVERY)
     assert set(MAKE) == set(tune.CANDIDATES)
 
 
@@ -239,3 +240,70 @@ def test_a_winner_must_beat_the_default() -> None:
     assert table == [(64, 100, PLAIN), (64, 2000, quick), (128, 2000, None), (192, 2000, quick), (256, 2000, PLAIN)]
     for candidates in tune.CANDIDATES.values():
         assert candidates[0] is tune.DEFAULT and candidates.count(tune.DEFAULT) == candidates.count(PLAIN) == 1
+
+
+class _NoRoom:
+    """A layer of a shape; the second kernel of the first shape runs out of memory, as does the second shape itself."""
+
+    alive = 0
+
+    def __init__(self, shape: MoEShape, tokens: int) -> None:
+        if shape.E == 2:
+            raise torch.OutOfMemoryError("no room for the layer")
+        assert _NoRoom.alive == 0, "the layer before is still there"
+        self.shape = shape
+        _NoRoom.alive += 1
+
+    def __del__(self) -> None:
+        if hasattr(self, "shape"):
+            _NoRoom.alive -= 1
+
+
+class _Pool:
+    """No processes: nothing is compiled."""
+
+    def __init__(self, workers: int) -> None:
+        pass
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def imap_unordered(self, function: object, jobs: list[Any]) -> list[tuple[Any, str]]:
+        return [(job, "") for job in jobs]
+
+
+def test_what_memory_ends_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(layer: Any, kernel: str, failed: Any) -> list[dict[str, Any]]:
+        if (layer.shape.E, kernel) == (1, tiles.DOWN_PROJECTION):
+            raise torch.OutOfMemoryError("no room for its operands")
+        return [{"shape": str(layer.shape), "kernel": kernel, "options": None, "ms": 1.0, "tflops": 1.0}]
+
+    monkeypatch.setattr(tune, "Layer", _NoRoom)
+    monkeypatch.setattr(tune, "_measure", measure)
+    monkeypatch.setattr(tune.multiprocessing, "get_context", lambda how: types.SimpleNamespace(Pool=_Pool))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    shapes = [MoEShape(8, 8, 8, experts, 1) for experts in (1, 2, 3)]
+    kernels_ = [tiles.UP_PROJECTION, tiles.DOWN_PROJECTION, tiles.INPUT_GRADIENT]
+    found = [[(row["shape"], row["kernel"]) for row in rows] for rows in tune.tune(shapes, kernels_, 1)]
+    first, third = str(shapes[0]), str(shapes[2])
+    assert found[0] == [(first, tiles.UP_PROJECTION), (first, tiles.INPUT_GRADIENT)]
+    assert found[1] == [] and found[2] == [(third, kernel) for kernel in kernels_]
+
+
+def test_measurements_of_other_shapes_stay() -> None:
+    old = [{"shape": "a", "kernel": "up", "ms": 1}, {"shape": "b", "kernel": "up", "ms": 2}]
+    new = [{"shape": "b", "kernel": "up", "ms": 3}, {"shape": "b", "kernel": "down", "ms": 4}]
+    assert tune.with_earlier(old, new) == [old[0], *new]
+
+
+def test_a_difference_is_relative_and_nan_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_PIECE", 3)
+    expected = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    found = expected + 0.1
+    want = float((found - expected).norm() / expected.norm())
+    assert tune.difference(found, expected) == pytest.approx(want, rel=1e-5)
+    found[3, 4] = torch.nan
+    assert not tune.difference(found, expected) < 1e9

@@ -325,14 +325,22 @@ def contiguous_kernel(  # type: ignore[no-untyped-def]
 LARGE_EXPERT = 10 << 20
 
 
+def by_expert(columns: int, k: int, rows: int) -> bool:
+    """Whether experts with so many rows each, on average, are better taken column by column.
+
+    Row by row it is the weights that are read again and again, column by column an expert's rows: while these are the
+    fewer, and only where the weights do not stay in L2 anyway."""
+    return 2 * columns * k >= LARGE_EXPERT and rows <= columns
+
+
 @functools.cache
-def choose(columns: int, k: int) -> Options:
-    """The options for an output of so many columns and a contraction of length k."""
+def choose(columns: int, k: int, ordered_by_expert: bool = False) -> Options:
+    """The options for an output of so many columns and a contraction of length k; see `by_expert`."""
     default = Options()
     block_n = min(default.block_n, max(64, next_power_of_2(columns)))
     block_k = min(default.block_k, max(16, next_power_of_2(k)))
-    by_expert = 2 * columns * k >= LARGE_EXPERT
-    return replace(default, block_n=block_n, block_k=block_k, slices=block_n // 64, by_expert=by_expert)
+    slices = block_n // 64
+    return replace(default, block_n=block_n, block_k=block_k, slices=slices, by_expert=ordered_by_expert)
 
 
 def _run(
@@ -348,7 +356,7 @@ def _run(
     """y (R, columns) from a (R, k) and b (E, columns, k), if b_transposed, or (E, k, columns)."""
     columns, k = y.shape[1], a.shape[1]
     block_m = routing.block_m
-    options = options or choose(columns, k)
+    options = options or choose(columns, k, by_expert(columns, k, routing.rows // b.shape[0]))
     tile_count = routing.max_tiles * cdiv(columns, options.block_n)
     grid, stride = tiles.programs(tile_count, a.device)
     a, b = tiles.dense(a), tiles.dense(b)

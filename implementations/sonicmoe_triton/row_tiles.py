@@ -190,7 +190,8 @@ def main(
             shown = ", ".join(f"{height} rows {heights[height]:.3f} ms" for height in HEIGHTS if height in heights)
             print(f"{size} {kernel}: {shown}", flush=True)
         torch.cuda.empty_cache()
-    rows.write_text(json.dumps(about | {"shapes": found}, indent=1) + "\n")
+        # After every shape: the next may fail, or be stopped.
+        rows.write_text(json.dumps(about | {"shapes": found}, indent=1) + "\n")
     print(f"-> {rows}")
 
 

@@ -54,6 +54,7 @@ _CONTIGUOUS: list[Candidate] = [
     {"slices": 4, "buffers": 2},
     {"stages": 5, "slices": 2, "buffers": 2},
     {"by_expert": True, "stages": 5, "slices": 2, "buffers": 2},
+    {"by_expert": True, "stages": 5, "slices": 2},
     PLAIN,
 ]
 _GATHERED_COLUMNS = {"gathered": 256, "dense": 128, "gathered_rows": False}
@@ -252,6 +253,10 @@ def in_turns(launches: Mapping[int, Callable[[], object]]) -> dict[int, float]:
     return {index: statistics.median(values) for index, values in times.items()}
 
 
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def _measure(layer: Layer, kernel: str, failed: Mapping[int, str]) -> list[dict[str, Any]]:
     """Every candidate of one kernel: what it took, or why not. ``failed``: why some could not be compiled."""
     launch, candidates, problems = layer.launches()[kernel], candidates_of(kernel), dict(failed)
@@ -264,8 +269,8 @@ def _measure(layer: Layer, kernel: str, failed: Mapping[int, str]) -> list[dict[
             found = comparable(kernel, launch(candidates[index]))
             errors = [difference(*pair) for pair in zip(found, expected, strict=True)]
             del found
-        except torch.OutOfMemoryError:
-            problems[index] = "out of memory"
+        except Exception as error:  # memory, or whatever a launch may raise: the others can still be compared
+            problems[index] = _reason(error)
             continue
         if all(error < AGREES for error in errors):  # not if one is NaN
             ready.append(index)
@@ -286,26 +291,36 @@ def _measure(layer: Layer, kernel: str, failed: Mapping[int, str]) -> list[dict[
     return rows
 
 
+def _measure_all(
+    shape: MoEShape, kernels: Sequence[str], failed: Mapping[tuple[MoEShape, str, int], str]
+) -> list[dict[str, Any]]:
+    """Every kernel at one shape. One that fails as a whole, for want of memory say, has no rows and costs no other."""
+    measured: list[dict[str, Any]] = []
+    try:
+        layer = Layer(shape, shape.T)
+    except Exception as error:
+        print(f"{shape}: {_reason(error)}", flush=True)
+        return measured
+    for kernel in kernels:
+        of_kernel = {job[2]: problem for job, problem in failed.items() if job[:2] == (shape, kernel)}
+        try:
+            measured += (found := _measure(layer, kernel, of_kernel))
+            _print(shape, kernel, found)
+        except Exception as error:
+            print(f"{shape} {kernel}: {_reason(error)}", flush=True)
+        torch.cuda.empty_cache()
+    return measured
+
+
 def tune(shapes: Sequence[MoEShape], kernels: Sequence[str], workers: int) -> Iterator[list[dict[str, Any]]]:
-    """Every candidate of every kernel at one shape after the other: what it took, or why not. A kernel that no memory
-    is left for has no rows."""
+    """Every candidate of every kernel at one shape after the other: what it took, or why not."""
     jobs = [(shape, kernel, i) for shape in shapes for kernel in kernels for i in range(len(candidates_of(kernel)))]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failed = {job: problem for job, problem in pool.imap_unordered(_compile, jobs) if problem}
     for shape in shapes:
-        measured: list[dict[str, Any]] = []
-        try:
-            layer = Layer(shape, shape.T)
-            for kernel in kernels:
-                of_kernel = {job[2]: problem for job, problem in failed.items() if job[:2] == (shape, kernel)}
-                measured += (found := _measure(layer, kernel, of_kernel))
-                torch.cuda.empty_cache()
-                _print(shape, kernel, found)
-            del layer
-        except torch.OutOfMemoryError as error:
-            print(f"{shape}: out of memory: {error}".splitlines()[0], flush=True)
+        # In a function of its own: what it held is gone when the next one begins.
+        yield _measure_all(shape, kernels, failed)
         torch.cuda.empty_cache()
-        yield measured
 
 
 def _print(shape: MoEShape, kernel: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -334,7 +349,8 @@ def choices(measured: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int, 
         for row in timed:
             if row["options"] is DEFAULT and best["ms"] > (1 - MARGIN) * row["ms"]:
                 best = row
-        found[place(best)] = {key: best[key] for key in ("kernel", "d", "width", "rows", "options")}
+        kept = ("kernel", "d", "width", "rows", "options", "commit", "dirty")
+        found[place(best)] = {key: best[key] for key in kept if key in best}
     return found
 
 
@@ -345,6 +361,19 @@ def merged(
     would count here."""
     entries = {place(choice): choice for choice in old} | dict(winners)
     return [entries[key] for key in sorted(entries)]
+
+
+def with_earlier(old: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """All measurements: those of a shape's kernel take the place of earlier ones."""
+    again = {(row["shape"], row["kernel"]) for row in measured}
+    return [*(row for row in old if (row["shape"], row["kernel"]) not in again), *measured]
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """At once or not at all: half a table would stop every kernel."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(content, indent=1) + "\n")
+    fresh.replace(path)
 
 
 def main(
@@ -365,17 +394,23 @@ def main(
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise typer.BadParameter("tuning needs a Hopper GPU (compute capability 9.0)")
     where = environment("cuda")
-    about = {key: where[key] for key in ("gpu", "driver", "torch", "triton", "commit", "dirty")}
+    about = {key: where[key] for key in ("gpu", "driver", "torch", "triton")}
+    code = {key: where[key] for key in ("commit", "dirty")}
     rows = rows or ROOT / "results" / gpu_slug(about["gpu"]) / "tuning" / "sonicmoe_triton.json"
     rows.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(table.read_text())["choices"] if table.exists() else []
+    before = json.loads(rows.read_text()) if rows.exists() else {"measured": []}
+    # Files from when all measurements were of one commit.
+    whole = {key: before[key] for key in code if key in before}
+    earlier = [whole | row for row in before["measured"]]
+    ordered: list[Mapping[str, Any]] = old
     measured: list[dict[str, Any]] = []
     for found in tune(shapes, kernels, workers):
         # After every shape: what comes later may fail, or be stopped.
-        measured += found
+        measured += [row | code for row in found]
         ordered = merged(old, choices(measured))
-        rows.write_text(json.dumps(about | {"measured": measured}, indent=1) + "\n")
-        table.write_text(json.dumps(about | {"choices": ordered}, indent=1) + "\n")
+        _write(rows, about | {"measured": with_earlier(earlier, measured)})
+        _write(table, about | {"choices": ordered})
     print(f"{len(ordered)} choices -> {table}; {len(measured)} measurements -> {rows}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 #: The choice of the plain twin.
 PLAIN: Mapping[str, Any] = {"plain": True}
-#: What `tune` writes: {"gpu", "commit", …, "choices": [{"kernel", "d", "width", "rows", "options"}, …]}.
+#: What `tune` writes: {"gpu", …, "choices": [{"kernel", "d", "width", "rows", "options", "commit", "dirty"}, …]}.
 TABLE = Path(__file__).parent / "tuned.json"
 
 

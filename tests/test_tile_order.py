@@ -1,0 +1,81 @@
+"""In which order programs take output tiles: the kernels' own arithmetic, run with numbers in place of pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from triton.experimental.gluon import language as gl
+
+from implementations.sonicmoe_triton import gluon_contiguous, gluon_gathered
+from implementations.sonicmoe_triton.gluon_contiguous import by_expert
+
+BLOCK = 128
+SIZES = st.lists(st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 256, 257, 700]), min_size=1, max_size=7)
+
+
+class Pointer:
+    """Into a list; `gl.load` of what is at an offset."""
+
+    def __init__(self, values: Sequence[int], at: int = 0) -> None:
+        self.values, self.at = values, at
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.values, self.at + number(offset))
+
+
+def number(value: Any) -> int:
+    """A constexpr's, where the kernels' arithmetic makes one."""
+    return int(getattr(value, "value", value))
+
+
+@pytest.fixture(autouse=True)
+def _loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gl, "load", lambda pointer: pointer.values[pointer.at])
+
+
+def tiles_of(kernel: str, sizes: list[int], column_tiles: int, ordered: bool) -> list[tuple[int, int, int, int]]:
+    """(expert, first row, rows of the expert from there on, tile of columns) of every output tile, in order."""
+    offsets = [sum(sizes[:expert]) for expert in range(len(sizes) + 1)]
+    tiles = [(e, row) for e, size in enumerate(sizes) for row in range(offsets[e], offsets[e] + size, BLOCK)]
+    row_tiles = Pointer([e for e, _ in tiles]), Pointer([row for _, row in tiles]), Pointer(offsets)
+    plan = SimpleNamespace(column_tiles=column_tiles, by_expert=ordered, block_m=BLOCK, block_n=1)
+    found = []
+    for tile in range(len(tiles) * column_tiles):
+        if kernel == "gathered":
+            expert, first, size, column = gluon_gathered.locate.fn(tile, row_tiles, 0, plan)
+        else:
+            expert, first, end, column = gluon_contiguous._place.fn(tile, row_tiles, plan)
+            size = number(end) - number(first)
+        found.append(tuple(map(number, (expert, first, size, column))))
+    return found
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(sizes=SIZES, column_tiles=st.integers(1, 5), kernel=st.sampled_from(["gathered", "contiguous"]))
+def test_both_orders_take_every_tile_once(sizes: list[int], column_tiles: int, kernel: str) -> None:
+    by_rows, by_experts = (tiles_of(kernel, sizes, column_tiles, ordered) for ordered in (False, True))
+    offsets = [sum(sizes[:expert]) for expert in range(len(sizes) + 1)]
+    wanted = [
+        (expert, first, offsets[expert + 1] - first, column)
+        for expert, size in enumerate(sizes)
+        for first in range(offsets[expert], offsets[expert] + size, BLOCK)
+        for column in range(column_tiles)
+    ]
+    assert by_rows == wanted
+    # The same tiles: by expert, then by column, then by row.
+    assert by_experts == sorted(wanted, key=lambda tile: (tile[0], tile[3], tile[1]))
+
+
+def test_which_order_a_contiguous_gemm_takes() -> None:
+    # dX of the 120B layer, 16.8 MB an expert; with many rows for each expert; and of a small expert.
+    assert by_expert(4096, 2048, 2048) and by_expert(4096, 2048, 256)
+    assert not by_expert(4096, 2048, 8192) and not by_expert(1536, 512, 256)
+    assert gluon_contiguous.choose(4096, 2048, True).by_expert and not gluon_contiguous.choose(4096, 2048).by_expert
