@@ -166,9 +166,8 @@ def compare(
     """Compare two implementations live (time of the first / time of the second), or two sets of rows."""
     from harness import compare as comparing
 
-    paths = [Path(text) for text in (first, second)]
-    if any(path.exists() and ("/" in str(path) or path.suffix) for path in paths):
-        comparing.compare_rows(out, *paths)
+    if comparing.are_rows(first, second):
+        comparing.compare_rows(out, Path(first), Path(second))
         return
     global _storing
     _storing = True

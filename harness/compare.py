@@ -80,6 +80,13 @@ def compare(
     return failed
 
 
+def are_rows(*texts: str) -> bool:
+    """Whether two arguments name files or folders of rows. A name that an implementation has means the implementation,
+    unless it is written as a path (``./name``)."""
+    names = load_registry().names()
+    return any(text not in names and ("/" in text or Path(text).exists() or text.endswith(".jsonl")) for text in texts)
+
+
 def compare_rows(out: Console, earlier: Path, later: Path) -> None:
     """Print which points of two files or folders of rows got slower or faster, and, where they are of several GPUs, the
     points of those beside each other.
@@ -146,8 +153,9 @@ def _print(out: Console, rows: Sequence[Mapping[str, Any]], plugins: Sequence[Im
     table = Table(title=f"Time of {first} / time of {second}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in ("pass", "ratio", "95 % interval", "what it says"):
         table.add_column(column, overflow="fold")
+    two = plugins[0].name != plugins[1].name
     for row in sorted(rows, key=lambda row: row["numerator"] == row["denominator"]):
-        itself = row["numerator"] == row["denominator"] and first != second
+        itself = row["numerator"] == row["denominator"] and two
         name = f"{row['pass'].replace('_', ' + ')}{f' ({second} / itself)' if itself else ''}"
         if row.get("value") is None:
             table.add_row(escape(name), "", "", escape(f"{row['status']}: {row['reason']}".splitlines()[0]))

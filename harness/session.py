@@ -299,4 +299,6 @@ def reproduce(out: Console) -> None:
     draw_figures(out, None, None, [])
     from harness.report import report
 
-    report(out)
+    # The figures have just been drawn; `moebench report` puts them into a page.
+    report(out, form="terminal")
+    out.print("moebench report writes this with all figures and rows as one HTML page", highlight=False)

@@ -52,20 +52,20 @@ COLUMNS = (
     "measured_on", "gpu", "tflops", "tflops_low", "tflops_high", "tflops_host", "tflops_hardware", "device_ms",
     "device_ms_low", "device_ms_high", "busy_ms", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
     "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
-    "value", "value_low", "value_high", "denominator_method", "routed_rows", "padded_rows", "rows_added",
-    "rows_dropped", "denominator_rows", "kernels", "kernels_us", "gb_per_s", "gb_per_s_low", "gb_per_s_high",
+    "value", "value_low", "value_high", "denominator_method", "denominator_variant", "routed_rows", "padded_rows",
+    "rows_added", "rows_dropped", "denominator_rows", "kernels", "kernels_us", "gb_per_s", "gb_per_s_low", "gb_per_s_high",
 )  # fmt: skip
 #: One point of one sweep on one GPU; of several rows with the same key the latest counts.
 KEY = (
     "record", "sweep", "operation", "variant", "pass", "implementation", "numerator", "denominator", "time_kind",
-    "shape", "dtype", "method", "denominator_method", "m_tile", "distribution", "convention", "mode", "gpu",
-    "measured_on",
+    "shape", "dtype", "method", "denominator_method", "denominator_variant", "m_tile", "distribution", "convention",
+    "mode", "gpu", "measured_on",
 )  # fmt: skip
 _TEXT = {
     "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
     "reason", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "measured_on", "gpu", "basis",
     "numerator", "denominator", "numerator_label", "denominator_label", "time_kind", "denominator_method",
-    "kernels",
+    "denominator_variant", "kernels",
 }  # fmt: skip
 NUMBERS_ALLOWED = ("ok", "unstable")
 
@@ -153,6 +153,8 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "value_high": value_high,
         # The denominator's routing method and its routed rows, where a ratio compares two routings.
         "denominator_method": text(_part(row, "denominator_routing"), "method") or text(row, "denominator_routing"),
+        # Where the denominator is a bound: which one.
+        "denominator_variant": text(row, "denominator_variant"),
         "routed_rows": _number(routing.get("routed_rows")),
         "padded_rows": _number(routing.get("padded_rows")),
         "rows_added": _number(routing.get("added")),

@@ -233,39 +233,59 @@ def test_host_arithmetic() -> None:
 
 
 class FakeCuda:
-    """libcuda of a thread with, or without, a context; notes what it is asked for."""
+    """libcuda of a thread with, or without, a context; notes what it is asked for. ``failing``: what it cannot do."""
 
-    def __init__(self, current: int) -> None:
-        self.current, self.asked = current, list[str]()
+    def __init__(self, current: int, failing: str = "") -> None:
+        self.current, self.failing, self.asked = current, failing, list[str]()
+
+    def _answer(self, asked: str) -> int:
+        self.asked.append(asked)
+        return int(asked.startswith(self.failing)) if self.failing else 0
 
     def cuCtxGetCurrent(self, context: Any) -> int:
         context._obj.value = self.current
         return 0
 
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
-        self.asked.append(f"retain {device}")
+    def cuDeviceGet(self, handle: Any, device: int) -> int:
+        handle._obj.value = 10 + device
+        return self._answer(f"device {device}")
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> int:
         context._obj.value = 77
-        return 0
+        return self._answer(f"retain {handle.value}")
 
     def cuCtxSetCurrent(self, context: Any) -> int:
-        self.asked.append(f"set {context.value}")
-        return 0
+        return self._answer(f"set {context.value}")
 
 
-@pytest.mark.parametrize(("current", "asked"), [(0, ["retain 3", "set 77"]), (5, [])])
+@pytest.mark.parametrize(
+    ("current", "failing", "asked", "bound"),
+    [
+        (0, "", ["device 3", "retain 13", "set 77"], True),
+        (0, "retain", ["device 3", "retain 13"], False),
+        (5, "", [], True),
+    ],
+)
 def test_a_thread_gets_a_context_once_and_only_if_it_has_none(
-    current: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
+    current: int, failing: str, asked: list[str], bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = FakeCuda(current)
-    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: cuda)
+    cuda = FakeCuda(current, failing)
+    monkeypatch.setattr(launching, "_libcuda", lambda: cuda)
     monkeypatch.setattr(launching, "_thread", launching._Thread())
     launching.bind_context(3)
-    assert cuda.asked == asked and launching._thread.bound
+    assert cuda.asked == asked and launching._thread.bound == bound
     other: list[bool] = []
     thread = threading.Thread(target=lambda: other.append(launching._thread.bound))
     thread.start()
     thread.join()
     assert other == [False]
+
+
+def test_where_there_is_no_cuda_there_is_nothing_to_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_libcuda", lambda: None)
+    monkeypatch.setattr(launching, "_thread", launching._Thread())
+    launching.bind_context(0)
+    assert launching._thread.bound
 
 
 def test_a_launch_sees_to_the_context_of_a_thread_that_has_had_none(

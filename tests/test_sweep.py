@@ -88,11 +88,11 @@ def test_paper_layers() -> None:
     pairs = [(ratio.numerator, ratio.denominator) for ratio in sweep.ratios]
     for numerator in ("scattermoe", "deepgemm", "torch_grouped_mm"):
         assert pairs.count((numerator, "sonicmoe_official")) == 12
-    for denominator in ("sonicmoe_triton", "cublas_bound"):
-        assert pairs.count(("sonicmoe_official", denominator)) == 12
+    for denominator, count in (("sonicmoe_triton", 12), ("cublas_bound", 24)):
+        assert pairs.count(("sonicmoe_official", denominator)) == count
     a_a = [ratio for ratio in sweep.ratios if ratio.is_a_a]
     assert [str(ratio.point.shape) for ratio in a_a] == ["24576,1536,256,128,8", "32768,4096,1024,128,8"]
-    assert all(ratio.passes == PASSES for ratio in sweep.ratios)
+    assert all(ratio.passes == PASSES for ratio in sweep.ratios if ratio.bound != "gemm")
     assert len(sweep.fakes) == 36 and {point.shape for point in sweep.fakes} == set(paper_shapes())
     assert sweep.options.passes == PASSES and sweep.options.mode == "burst"
 
@@ -283,7 +283,10 @@ def test_filters() -> None:
     ]
     assert len(sweep.points) == 2 and not sweep.fakes
     sweep = load_sweep("paper_layers", REGISTRY, skip=["sonicmoe_official"], shape=["32768,4096,512,256,16"])
-    assert [(ratio.numerator, ratio.denominator) for ratio in sweep.ratios] == [("sonicmoe_triton", "cublas_bound")]
+    assert [(ratio.numerator, ratio.denominator) for ratio in sweep.ratios] == [
+        ("sonicmoe_triton", "cublas_bound"),
+        ("sonicmoe_triton", "cublas_bound"),
+    ]
     assert "sonicmoe_official" not in sweep.implementations
     for filters, message in (
         ({"only": ["scatermoe"]}, r"--only scatermoe: not in sweep paper_layers; .*did you mean scattermoe"),
@@ -300,14 +303,17 @@ def test_filters() -> None:
 def test_a_ratio_over_a_bound() -> None:
     sweep = load_sweep("paper_layers", REGISTRY)
     bounds = [ratio for ratio in sweep.ratios if ratio.bound]
-    for numerator in ("sonicmoe_official", "sonicmoe_triton"):
-        assert [ratio.point.shape for ratio in bounds if ratio.numerator == numerator] == paper_shapes()
-    assert len(bounds) == 2 * len(paper_shapes())
+    cases = [(name, bound) for name in ("sonicmoe_official", "sonicmoe_triton") for bound in ("gemm_glue", "gemm")]
+    for case in cases:
+        own = [ratio for ratio in bounds if (ratio.numerator, ratio.bound) == case]
+        assert [ratio.point.shape for ratio in own] == paper_shapes()
+        assert {ratio.passes for ratio in own} == {("forward",) if case[1] == "gemm" else PASSES}
+    assert len(bounds) == len(cases) * len(paper_shapes())
     for ratio in bounds:
-        assert (ratio.denominator, ratio.bound) == ("cublas_bound", "gemm_glue")
+        assert ratio.denominator == "cublas_bound"
         assert ratio.point.operation == "moe_layer" and not ratio.point.variant
         other = ratio.denominator_point
-        assert (other.operation, other.variant, other.implementation) == ("dense_bound", "gemm_glue", "cublas_bound")
+        assert (other.operation, other.variant, other.implementation) == ("dense_bound", ratio.bound, "cublas_bound")
         assert other.shape == ratio.point.shape and not ratio.is_a_a
 
 

@@ -24,7 +24,7 @@ from harness.claims.model import Finding, Prediction
 from harness.claims.paper import Entry
 from harness.claims.rows import GpuRows, Line, newest
 from harness.claims.subjects import OFFICIAL, SUBJECTS, SWEEP
-from harness.claims.time_claims import BOUND, bound_shares
+from harness.claims.time_claims import BOUND, DENSE, bound_shares
 from harness.costs import floors_ms
 from harness.errors import UserError
 from harness.gpus import GpuRates, rates_of
@@ -143,7 +143,7 @@ def _time(subject: str, ends: Factors | None, of: float) -> Prediction:
     text = (
         f"{of:.2f} measured on {BASE}; kernels that stream slowed by the ratio of the memories' bandwidths, GEMMs by "
         f"that of their roofline floors, whose reached share is taken to stay ({compute:.2f} with all GEMMs bound by "
-        "compute)"
+        "compute); of today's packages, not of those that the paper measured"
     )
     return Prediction(TARGET, roofline, _says(subject, text))
 
@@ -181,16 +181,14 @@ def _rounding(
 def _bound(rows: GpuRows, entry: Entry, subject: str, found: Finding, rates: tuple[GpuRates, GpuRates]) -> Prediction:
     assert found.value is not None
     every: list[Factors] = []
-    variant = "gemm_glue" if bound_shares(rows, subject, "gemm_glue") else "gemm"
-    for layer, number in bound_shares(rows, subject, variant):
-        bound = newest(rows.measurements(BOUND, layer.shape, "dense_bound", variant, "forward"), SWEEP)
+    for layer, number in bound_shares(rows, subject, DENSE):
+        bound = newest(rows.measurements(BOUND, layer.shape, "dense_bound", DENSE, "forward"), SWEEP)
         own = time_factors(_layer(rows, SUBJECTS[subject], layer.shape, "forward"), *rates)
         ends = _between(number.value, time_factors(bound, *rates), own)
         if ends is None:
             return _time(subject, None, found.value)
         every.append(ends)
-    smallest = (min(first for first, _ in every), min(second for _, second in every))
-    return _time(subject, smallest, found.value)
+    return _time(subject, min(every), found.value)
 
 
 def _same(rows: GpuRows, entry: Entry, subject: str, found: Finding, rates: tuple[GpuRates, GpuRates]) -> Prediction:

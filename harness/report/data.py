@@ -145,7 +145,7 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
     layers, gpus = paper.layers(results)
     found = [tables.measurements(newest), tables.ratios(newest)]
     in_table = {cell for table in found for row in table.rows for cell in row if isinstance(cell, Place)}
-    parts = [paper.as_table(layers, gpus), tables.across(newest)]
+    parts = [paper.as_table(layers, gpus), tables.across(stored)]
     if against is not None:
         earlier, more = read(against, "--against")
         problems += [f"against {plain(against)}: {problem}" for problem in more]
@@ -230,7 +230,7 @@ def _missing(
                 found = line.measured.get(gpu)
                 wanted.setdefault(line.label, []).append(bool(found and found.status == "ok"))
         short = [
-            label if not any(done) else f"{label} ({sum(done)} of {len(done)} layers)"
+            label if not any(done) else f"{label} (measured at {sum(done)} of {len(done)} layers)"
             for label, done in wanted.items()
             if not all(done)
         ]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from harness import store
 from harness.record import MEASURED_STATUSES
 from harness.report import text
 from harness.report.rows import Stored, latest, point_key, times
@@ -314,34 +315,44 @@ def _timed(rows: Iterable[Stored]) -> list[Stored]:
 
 
 def across(rows: Sequence[Stored]) -> Table | None:
-    """The same points on several GPUs beside each other; None with fewer than two GPUs."""
-    gpus = sorted({stored.machine for stored in rows if stored.on_gpu and stored.row["status"] == "ok"})
+    """The latest rows of the same points on several GPUs beside each other; None with fewer than two GPUs.
+
+    Times are of one kind for all GPUs of a point: a graph's replay holds gaps that the kernels' busy time does not."""
+    newest = [one for one in latest(rows, point_key) if one.on_gpu and one.row["record"] == "measurement"]
+    gpus = sorted({one.machine for one in newest if one.row["status"] == "ok"})
     if len(gpus) < 2:
         return None
-    points: dict[tuple[str, ...], dict[str, Stored]] = {}
-    for stored in rows:
-        if stored.on_gpu and stored.row["record"] == "measurement":
-            key = (*_point(stored)[1:], stored.routing, stored.text("dtype"), stored.mode)
-            points.setdefault(key, {})[stored.machine] = stored
+    points: dict[str, dict[str, Stored]] = {}
+    for stored in newest:
+        points.setdefault(store.identity(stored.row, None), {})[stored.machine] = stored
     lines: list[tuple[Cell, ...]] = []
-    for key, found in points.items():
+    for found in points.values():
         if len(found) < 2:
             continue
-        by_gpu = {gpu: _device(stored)[0] for gpu, stored in found.items()}
-        first = by_gpu.get(gpus[0])
+        one = next(iter(found.values()))
+        timed = {gpu: times(stored) for gpu, stored in found.items() if times(stored)}
+        kinds = [kind for kind in next(iter(timed.values()), {}) if kind != "host"]
+        kind = next((kind for kind in kinds if all(kind in its for its in timed.values())), "")
+        first = timed.get(gpus[0], {}).get(kind)
         cells: list[Cell] = []
         for gpu in gpus:
-            there = by_gpu.get(gpu)
+            there = timed.get(gpu, {}).get(kind)
             status = found[gpu].text("status") if gpu in found else NONE
-            cells.append(_interval(there) if there else Number(None, status))
+            if there is None:
+                cells.append(Number(None, status))
+            else:
+                mark = "" if status == "ok" else f" {status}"
+                cells.append(Number(there[0], f"{_interval(there).text}{mark}"))
             if gpu != gpus[0]:
                 cells.append(_number(first[0] / there[0] if first and there else None, 3))
-        lines.append((*key[:-2], *cells))
+        lines.append((*_point(one)[1:], one.routing, one.text("dtype"), one.mode, kind or NONE, *cells))
     columns = [Column("implementation", filter=True), Column("operation", filter=True), Column("variant"),
-               Column("shape T,d,n,E,K"), Column("pass", filter=True), Column("routing")]  # fmt: skip
+               Column("shape T,d,n,E,K"), Column("pass", filter=True), Column("routing"), Column("dtype", filter=True),
+               Column("mode"), Column("time")]  # fmt: skip
     for gpu in gpus:
-        columns.append(Column(f"{gpu}, device ms", "number"))
+        columns.append(Column(f"{gpu}, ms", "number"))
         if gpu != gpus[0]:
             columns.append(Column(f"times as fast as {gpus[0]}", "number"))
-    return Table("across", "The same points on several GPUs", "Device ms of the latest rows, with 95 % intervals.",
+    return Table("across", "The same points on several GPUs",
+                 "Times of the latest rows, with 95 % intervals, of one kind for all GPUs of a point.",
                  tuple(columns), tuple(lines), "No point was measured on more than one GPU.")  # fmt: skip

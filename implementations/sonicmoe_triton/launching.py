@@ -18,6 +18,7 @@ need one too, have been encoded.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,15 +51,30 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@functools.cache
+def _libcuda() -> Any:
+    """CUDA's driver; None where there is none (another maker's GPU)."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
 def bind_context(device: int) -> None:
     """Make the device's primary context the calling thread's own where it has none. Waits for nothing, so that it may
-    happen while a graph is captured."""
-    cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    # A failure shows itself in the launch that follows.
-    if cuda.cuCtxGetCurrent(ctypes.byref(context)) == 0 and not context:
-        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        cuda.cuCtxSetCurrent(context)
-    _thread.bound = True
+    happen while a graph is captured. The reference to the context that this takes is kept: the process needs it anyway.
+    """
+    cuda, handle, context = _libcuda(), ctypes.c_int(), ctypes.c_void_p()
+    if cuda is None or (cuda.cuCtxGetCurrent(ctypes.byref(context)) == 0 and context):
+        _thread.bound = True
+        return
+    steps: tuple[Callable[[], int], ...] = (
+        lambda: cuda.cuDeviceGet(ctypes.byref(handle), device),
+        lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle),
+        lambda: cuda.cuCtxSetCurrent(context),
+    )
+    # A failure shows itself in the launch that follows, and the next launch tries again.
+    _thread.bound = all(step() == 0 for step in steps)
 
 
 class Launcher:
