@@ -53,7 +53,8 @@ COLUMNS = (
     "device_ms_low", "device_ms_high", "busy_ms", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
     "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
     "value", "value_low", "value_high", "denominator_method", "denominator_variant", "routed_rows", "padded_rows",
-    "rows_added", "rows_dropped", "denominator_rows", "kernels", "kernels_us", "gb_per_s", "gb_per_s_low", "gb_per_s_high",
+    "rows_added", "rows_dropped", "denominator_rows", "kernels", "kernels_us", "gb_per_s", "gb_per_s_low",
+    "gb_per_s_high",
 )  # fmt: skip
 #: One point of one sweep on one GPU; of several rows with the same key the latest counts.
 KEY = (

@@ -149,3 +149,18 @@ def test_files_on_the_command_line(command_line: Callable[..., tuple[int, str, s
     for second, reason in ((tmp_path / "none.jsonl", "no such file"), (tmp_path, "no rows there")):
         code, _, error = command_line("compare", MEASURED, second)
         assert code == 2 and reason in error and error.count("\n") == 1
+
+
+def test_folders_however_they_are_written(
+    command_line: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("before", "after", "torch_loop"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_bytes(MEASURED.read_bytes())
+    for first, second in (("before", "after"), ("before/", "./after"), ("./torch_loop", "after")):
+        code, output, _ = command_line("compare", first, second)
+        assert code == 0 and "within intervals" in output, (first, second)
+    # A name that an implementation has means the implementation, whatever lies there.
+    assert not compare.are_rows("torch_loop", "sonicmoe_torch")
+    assert compare.are_rows("nowhere.jsonl", "after") and not compare.are_rows("torch_lop", "torch_loop")

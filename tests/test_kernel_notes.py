@@ -217,6 +217,32 @@ def test_the_notes_hold_what_tiles_of_64_rows_took() -> None:
             for its, height in cases
         ]
         assert f"| {line} | {' | '.join(f'{ms:.3f}' for ms in own)} |" in text
+
+    def losses(kernels: tuple[str, ...], plain: bool = False) -> list[float]:
+        """What 64 rows take over what 128 take, best of each; of the plain twins alone."""
+        found = []
+        for its in of_shapes:
+            for kernel in kernels:
+                best = [
+                    min(
+                        row["ms"]
+                        for row in its["measured"]
+                        if (row["kernel"], row["rows"]) == (kernel, height)
+                        and (row["options"].get("plain") or not plain)
+                    )
+                    for height in (64, 128)
+                ]
+                found.append(best[0] / best[1] - 1)
+        return found
+
+    gathering, contiguous = ("up_projection", "hidden_gradient"), ("down_projection", "input_gradient")
+    won = [-loss for loss in losses(contiguous)]
+    assert f"win {100 * min(won):.0f} to {100 * max(won):.0f} %" in text
+    for its, form in (
+        (losses(gathering), "lose {:.0f} to {:.0f} %"),
+        (losses(gathering, True), "take {:.0f} to {:.0f} %"),
+    ):
+        assert form.format(100 * min(its), 100 * max(its)) in text
     padded = [its["padded_rows"][str(height)] / its["routed_rows"] for its, height in cases]
     assert f"| padded / routed rows | {' | '.join(f'{share:.3f}' for share in padded)} |" in text
 
