@@ -243,6 +243,12 @@ def main() -> None:
     except UserError as error:
         print(f"moebench: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+    except OSError as error:
+        # A path that is too long, or lies where nobody may look: found by whoever looks first.
+        if _signals or error.errno is None:
+            raise
+        print(f"moebench: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
     except BaseException:
         # An import that a signal cut off may end in any exception.
         if not _signals:

@@ -93,7 +93,7 @@ def read_numbered(path: Path | str) -> tuple[list[tuple[int, Row]], list[ReadPro
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             cut = " (the writer was interrupted)" if number == len(lines) else ""
-            message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            message = f"{error.msg} (character {error.pos})" if isinstance(error, json.JSONDecodeError) else str(error)
             problems.append(ReadProblem(path, number, f"not a JSON object: {message}{cut}"))
             continue
         faults = validate(row)

@@ -238,7 +238,8 @@ def _per_row(rows: pd.DataFrame, plugin: str, operation: str, shape: str, pass_:
         chosen[f"value{part}"] * chosen["denominator_rows"] / chosen["routed_rows"] for part in _VALUE_PARTS
     )
     if len(chosen) > 1:
-        return f"{PASS_TEXT[pass_]} {value.min():.2f}× to {value.max():.2f}× in {len(chosen)} runs"
+        ends = dict.fromkeys(f"{end:.2f}×" for end in (value.min(), value.max()))
+        return f"{PASS_TEXT[pass_]} {' to '.join(ends)} in {len(chosen)} runs"
     return f"{PASS_TEXT[pass_]} {value.iloc[0]:.2f}× [{low.iloc[0]:.2f}, {high.iloc[0]:.2f}]"
 
 

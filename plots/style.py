@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -130,6 +131,11 @@ def figure_style() -> Iterator[None]:
         yield
 
 
+def printable(text: str) -> str:
+    """Without what a picture cannot hold: control characters, such as a compiler's colours, make no valid SVG."""
+    return "".join(character for character in text if character.isspace() or unicodedata.category(character)[0] != "C")
+
+
 @dataclass
 class Footnotes:
     """Reasons of points without a number, numbered in the order in which they are met."""
@@ -138,6 +144,7 @@ class Footnotes:
 
     def mark(self, who: str, status: str, reason: str, where: str) -> str:
         """The superscript for a point; `who` and `status` share one note, which lists every reason once."""
+        who, reason = printable(who), printable(reason)
         reasons = self.entries.setdefault((who, status), {})
         places = reasons.setdefault(" ".join(reason.split()) or "no reason given", [])
         if where not in places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -164,6 +165,8 @@ class MoeBench:
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
+            # A shell without job control has its background jobs ignore it, and they hand that on.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def __call__(self, *arguments: object, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:

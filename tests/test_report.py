@@ -144,7 +144,7 @@ STATES: dict[str, Callable[[Path], Any]] = {
 }  # fmt: skip
 SAID = {
     "empty": "No rows here yet",
-    "one GPU": f"measured on {GPU}",
+    "one GPU": f" of {GPU}",
     "two GPUs": "NVIDIA H100 80GB HBM3",
     "newer schema": "3 lines, the first is 1: schema 2 is newer than this harness reads",
     "only failures": "crashed",
@@ -481,3 +481,19 @@ def test_what_the_page_is_made_of_is_installed() -> None:
     }
     assert any(one.startswith("jinja2") for one in project["project"]["dependencies"])
     assert "</" not in html._resource(html.SCRIPT), "would end the script's element"
+
+
+def test_a_reason_in_colours_does_no_harm(tmp_path: Path, command_line: CommandLine) -> None:
+    """A compiler's escape sequences, through a real figure."""
+    where = {"environment": {"gpu": GPU, "driver": "1.2", "torch": "2.9", "triton": "3.5", "commit": "abcdef0123"}}
+    row = failed("crashed", "\x1b[31mRuntimeError\x1b[0m: CUDA error", implementation="scattermoe", **where)
+    store(tmp_path / "results", [row])
+    code, out, err = command_line("report", "--results", tmp_path / "results", "--output", tmp_path / "out")
+    assert (code, err) == (0, "") and "\x1b[31m" not in out
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "\x1b" not in page and "RuntimeError" in page
+
+
+def test_paths_that_cannot_be_looked_at_are_one_line(command_line: CommandLine) -> None:
+    code, _, err = command_line("report", "--output", "x" * 300)
+    assert code == 2 and err.count("\n") == 1 and "too long" in err

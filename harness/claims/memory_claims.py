@@ -7,6 +7,7 @@ from harness.claims.model import Finding
 from harness.claims.paper import BASELINES, Entry, PaperLayer, paper_layers
 from harness.claims.rows import GpuRows, Number, failure, memory
 from harness.claims.subjects import SUBJECTS, SWEEP, Part, measured, sentences, shape_of, unmeasured
+from harness.claims.verdicts import verdict
 from harness.shapes import MoEShape
 
 GIB = 2**30
@@ -98,10 +99,14 @@ def memory_range(rows: GpuRows, entry: Entry, subject: str) -> Finding:
     if lacking:
         names = ", ".join(f"{name} at {count}" for name, count in lacking.items())
         text = f"of the twelve layers these lack memory, {names}"
-        so_far = ""
+        so_far, run = "", command(SWEEP, plugin, *lacking)
         if found:
-            so_far = f"smallest over the other {len(found)}: {min(number.value for number in found):.3f}"
-        run = command(SWEEP, plugin, *lacking)
+            worst = min(found, key=lambda number: number.value)
+            so_far = f"smallest over the other {len(found)}: {worst.value:.1%}"
+            if verdict(entry.claim, worst.value) == "not reproduced":
+                # More layers can only make the smallest smaller.
+                remark = sentences(f"at most this, by {len(found)} of the twelve layers", run, tried, NO_INTERVAL)
+                return measured(rows, entry.claim, subject, worst, remark, parts, lines)
         return unmeasured(rows, subject, sentences(run, text, tried, so_far), parts, lines)
     worst = min(found, key=lambda number: number.value)
     return measured(

@@ -96,7 +96,7 @@ def read_lines(results: Path | str) -> tuple[list[Line], list[str]]:
     lines: list[Line] = []
     problems: list[str] = []
     folders: dict[Path, list[Path]] = {}
-    for path in sorted(results.rglob("*.jsonl")):
+    for path in sorted(file for file in results.rglob("*.jsonl") if file.is_file()):
         folders.setdefault(path.parent, []).append(path)
     for paths in folders.values():
         here: list[tuple[Row, str, int]] = []

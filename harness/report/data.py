@@ -10,11 +10,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from harness.claims import VERDICTS, ClaimResult, Finding
+from harness.errors import UserError
 from harness.report import paper, tables
 from harness.report.figures import Figure
 from harness.report.rows import Stored, latest, read, sweep_point_key
 from harness.report.tables import Place, Table, commit_text
-from harness.report.text import count, plain
+from harness.report.text import count, plain, with_interval
 
 TITLE = "SonicMoE, reproduced: report"
 #: Who a finding is about, in words.
@@ -82,6 +83,7 @@ class Report:
         problems: lines of the rows' files that could not be used, figures that could not be drawn.
         layers, layer_gpus: the paper's layers and the GPUs that have rows of them.
         tables: the tables in their order; `table` finds one.
+        paired: (GPU, shape) -> official / ours, forward + backward, from ratio rows.
         base: from the report's folder to the results folder, for links.
         in_table: places of the rows that stand in the tables of measurements and ratios.
     """
@@ -94,6 +96,7 @@ class Report:
     layers: tuple[paper.Layer, ...]
     layer_gpus: tuple[str, ...]
     tables: tuple[Table, ...]
+    paired: dict[tuple[str, str], str]
     base: str
     figures: tuple[Figure, ...] = ()
     in_table: frozenset[Place] = field(default_factory=frozenset)
@@ -149,6 +152,8 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
     if against is not None:
         earlier, more = read(against, "--against")
         problems += [f"against {plain(against)}: {problem}" for problem in more]
+        if not earlier:
+            raise UserError(f"--against {against}: no rows there")
         parts.append(tables.against(stored, earlier, plain(against.name or against)))
     parts += [tables.repeated(stored), *found, tables.failures(newest), _implementations(newest), tables.runs(stored)]
     machines = _machines(stored, newest)
@@ -163,9 +168,22 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
         layers=tuple(layers),
         layer_gpus=tuple(gpus),
         tables=tuple(table for table in parts if table is not None),
+        paired=_paired(newest),
         base=quote(os.fsencode(os.path.relpath(results.resolve(), output.resolve()).replace(os.sep, "/"))),
         in_table=frozenset(in_table),
     )
+
+
+def _paired(newest: Sequence[Stored]) -> dict[tuple[str, str], str]:
+    """By GPU and shape: time of the official layer over ours, forward + backward, as the paper routes."""
+    found = {}
+    for stored in newest:
+        asked = [stored.text(name) for name in ("operation", "numerator", "denominator", "pass", "time_kind", "status")]
+        if asked == ["moe_layer", "sonicmoe_official", "sonicmoe_triton", "forward_backward", "device", "ok"]:
+            low, high = stored.row["ci95"]
+            if stored.routing == "top_k, uniform":
+                found[stored.machine, stored.shape] = with_interval(stored.row["value"], low, high, 3)
+    return found
 
 
 def _statuses(rows: Sequence[Stored]) -> tuple[tuple[str, int], ...]:
@@ -199,12 +217,15 @@ def _machines(stored: Sequence[Stored], newest: Sequence[Stored]) -> tuple[Machi
 def _summary(stored: Sequence[Stored], newest: Sequence[Stored], machines: Sequence[Machine]) -> tuple[str, ...]:
     if not stored:
         return ("No rows here yet: moebench run measures a sweep. What follows are the paper's own values.",)
-    gpus = sorted({one.machine for one in stored if one.on_gpu})
-    where = f"measured on {', '.join(gpus)}" if gpus else "nothing measured on a GPU yet"
+    gpus = Counter(one.machine for one in stored if one.on_gpu)
+    others = Counter({"cpu": "on a CPU", "fake": "traced"}.get(one.row["measured_on"], "") for one in stored)
+    parts = [f"{number:,} of {gpu}" for gpu, number in sorted(gpus.items())]
+    parts += [f"{others[text]:,} {text}" for text in ("on a CPU", "traced") if others[text]]
+    where = ", ".join(parts) if gpus else f"{', '.join(parts)}; nothing measured on a GPU yet"
     statuses = ", ".join(f"{number:,} {status}" for status, number in _statuses(newest))
     dates = f"{min(machine.first for machine in machines)} to {max(machine.last for machine in machines)}"
     return (
-        f"{count(len(stored), 'row')}, {where}, {dates}.",
+        f"{count(len(stored), 'row')}: {where}; {dates}.",
         f"Latest row of each of {count(len(newest), 'point')}: {statuses}.",
     )
 

@@ -139,7 +139,7 @@ def as_table(lines: Iterable[Layer], gpus: Iterable[str]) -> Table:
         "layers", "The paper's twelve layers",
         "The latest rows beside the values read off the paper's figures 13 and 14. TFLOPS: model FLOPs over the time "
         "in which kernels run, as the figures draw it; memory: allocated after the forward pass, weights and input "
-        "included. The paper's are of H100: equal ratios between implementations are a reproduction, equal TFLOPS are "
-        "not to be expected.",
+        "included. Rows of a table were timed one after another; which of two is faster, ratios say. The paper's are "
+        "of H100: equal ratios between implementations are a reproduction, equal TFLOPS are not to be expected.",
         tuple(columns), tuple(rows),
     )  # fmt: skip

@@ -96,7 +96,7 @@ def read(path: Path, option: str = "--results") -> tuple[list[Stored], list[str]
     the folder where they agree. `UserError` where ``path`` is missing; ``option`` is what the message calls it.
     """
     if path.is_dir():
-        files, base = sorted(path.rglob("*.jsonl")), path
+        files, base = sorted(file for file in path.rglob("*.jsonl") if file.is_file()), path
     elif path.is_file():
         files, base = [path], path.parent
     else:

@@ -168,6 +168,10 @@ def ratios(rows: Sequence[Stored]) -> Table:
     )  # fmt: skip
 
 
+#: The reason of every point for a GPU on a machine without one: how many there are is all that it says.
+_NO_GPU = "this machine has no NVIDIA GPU"
+
+
 def failures(rows: Sequence[Stored]) -> Table:
     """Points without numbers, those of one reason together."""
     found: dict[tuple[str, str, str, str, str], list[Stored]] = {}
@@ -175,10 +179,10 @@ def failures(rows: Sequence[Stored]) -> Table:
         if stored.row["status"] == "ok":
             continue
         who = stored.text("implementation") or f"{stored.text('numerator')} / {stored.text('denominator')}"
-        reason = stored.text("reason")
-        found.setdefault((stored.machine, who, stored.text("operation"), stored.text("status"), reason), []).append(
-            stored
-        )
+        operation, reason = stored.text("operation"), stored.text("reason")
+        if reason == _NO_GPU:
+            who = operation = "several"
+        found.setdefault((stored.machine, who, operation, stored.text("status"), reason), []).append(stored)
     lines: list[tuple[Cell, ...]] = []
     for (machine, who, operation, status, reason), group in found.items():
         shapes = list(dict.fromkeys(stored.shape for stored in group))
@@ -227,13 +231,14 @@ def commit_text(stored: Stored) -> str:
 
 _POINT_COLUMNS = (
     Column("GPU", filter=True), Column("implementation", filter=True), Column("operation", filter=True),
-    Column("variant"), Column("shape T,d,n,E,K"), Column("pass", filter=True),
+    Column("variant"), Column("shape T,d,n,E,K"), Column("pass", filter=True), Column("routing"), Column("dtype"),
+    Column("mode"),
 )  # fmt: skip
 
 
 def _point(stored: Stored) -> tuple[str, ...]:
     return (stored.machine, stored.text("implementation"), stored.text("operation"), stored.text("variant"),
-            stored.shape, stored.text("pass"))  # fmt: skip
+            stored.shape, stored.text("pass"), stored.routing, stored.text("dtype"), stored.mode)  # fmt: skip
 
 
 def _changes(pairs: Iterable[tuple[Stored, Stored]]) -> list[tuple[Cell, ...]]:
@@ -305,11 +310,11 @@ def repeated(rows: Sequence[Stored]) -> Table:
 
 
 def _timed(rows: Iterable[Stored]) -> list[Stored]:
-    """Measurements that have a time or might have had one: no traces, no counts."""
+    """Measurements on a GPU that have a time or might have had one: no counts. A CPU's times say nothing."""
     return [
         stored
         for stored in rows
-        if stored.row["record"] == "measurement" and stored.row["measured_on"] != "fake"
+        if stored.row["record"] == "measurement" and stored.on_gpu
         and (stored.row["status"] not in MEASURED_STATUSES or times(stored))
     ]  # fmt: skip
 
@@ -345,10 +350,8 @@ def across(rows: Sequence[Stored]) -> Table | None:
                 cells.append(Number(there[0], f"{_interval(there).text}{mark}"))
             if gpu != gpus[0]:
                 cells.append(_number(first[0] / there[0] if first and there else None, 3))
-        lines.append((*_point(one)[1:], one.routing, one.text("dtype"), one.mode, kind or NONE, *cells))
-    columns = [Column("implementation", filter=True), Column("operation", filter=True), Column("variant"),
-               Column("shape T,d,n,E,K"), Column("pass", filter=True), Column("routing"), Column("dtype", filter=True),
-               Column("mode"), Column("time")]  # fmt: skip
+        lines.append((*_point(one)[1:], kind or NONE, *cells))
+    columns = [*_POINT_COLUMNS[1:], Column("time")]
     for gpu in gpus:
         columns.append(Column(f"{gpu}, ms", "number"))
         if gpu != gpus[0]:

@@ -20,6 +20,10 @@ from harness.report.text import NONE, count, in_unit, number, one_line, plain
 COLOURS = {"better": "green", "reproduced": "green", "not reproduced": "red", "not measured": "yellow"}
 #: Lines of a list or table before the rest is only counted.
 MOST = 12
+#: Points on several GPUs.
+MOST_POINTS = 40
+#: Characters that a column of claims needs to be read.
+NARROW = 18
 
 
 def render(out: Console, report: Report) -> None:
@@ -80,14 +84,23 @@ def _claims(out: Console, report: Report) -> None:
             value = f"{in_unit(finding.value, claim.unit, finding.ci95)} " if finding.value is not None else ""
             cells.append(Text(f"{value}{plain(finding.verdict)}", style=COLOURS.get(finding.verdict, "")))
         values = [in_unit(prediction.value, claim.unit) for prediction in result.predictions]
-        cells.append(" / ".join(value for value in values if value != NONE) or NONE)
+        # Of the official kernels, then of ours.
+        cells.append(NONE if set(values) <= {NONE} else " / ".join(values))
         rows.append(cells)
     known = [one.gpu for result in report.claims for one in result.predictions if one.value is not None]
     predicted = ", ".join(dict.fromkeys(known))
     columns = [("claim", "text"), ("paper, H100", "number")]
     columns += [(f"{plain(gpu)}: {SUBJECTS.get(subject, subject)}", "text") for gpu, subject, _ in pairs]
     columns += [(f"{plain(predicted)}: predicted, not measured", "number")] if predicted else []
-    _table(out, "The paper's claims, with 95 % intervals", columns, [row[: len(columns)] for row in rows])
+    title = "The paper's claims, with 95 % intervals"
+    if out.width >= NARROW * len(columns):
+        _table(out, title, columns, [row[: len(columns)] for row in rows])
+    else:  # a line for each finding
+        out.print(Text(title, style="bold"))
+        for name, *cells in rows:
+            _line(out, str(name), 2, "bold")
+            for (column, _), cell in zip(columns[1:], cells, strict=False):
+                _line(out, f"{column}: {cell.plain if isinstance(cell, Text) else cell}", 4)
     open_claims = [result for result in report.claims if _reason(result)]
     _list(out, "Not measured", [f"{result.claim.id}: {_reason(result)}" for result in open_claims], "")
 
@@ -118,11 +131,12 @@ def _layers(out: Console, report: Report) -> None:
             for name in wanted:
                 value = found[names[name]].measured.get(gpu) if name in names else None
                 cells.append(value.text.split(" [")[0] if value else NONE)
+            cells.append(report.paired.get((gpu, shape), NONE))
         rows.append(cells)
     columns = [("layer", "text"), ("paper, H100", "number")]
     for gpu in report.layer_gpus:
-        columns += [(f"{gpu}: official", "number"), ("ours", "number")]
-    _table(out, "Forward + backward of SonicMoE, TFLOPS", columns, rows)
+        columns += [(f"{gpu}: official", "number"), ("ours", "number"), ("time, official / ours", "number")]
+    _table(out, "Forward + backward of SonicMoE, TFLOPS; times in pairs", columns, rows)
 
 
 def changes(out: Console, table: Table) -> None:
@@ -154,7 +168,9 @@ def across(out: Console, table: Table) -> None:
         names = [cell for index, cell in enumerate(cells) if index not in numbers and cell not in ("", NONE)]
         rows.append([", ".join(names), *(cells[index] for index in numbers)])
     columns = [("point", "text"), *((table.columns[index].title, "number") for index in numbers)]
-    _table(out, table.title, columns, rows)
+    _table(out, table.title, columns, rows[:MOST_POINTS])
+    if len(rows) > MOST_POINTS:
+        _line(out, f"… {len(rows) - MOST_POINTS} more; moebench report over a folder with both has all", 2)
 
 
 def _failures(out: Console, report: Report) -> None:
