@@ -133,6 +133,8 @@ def test_the_page_fits_and_is_quiet(width: str, scheme: str, show: Show) -> None
     across = "const root = document.documentElement; return [root.scrollWidth, innerWidth]"
     content, window = browser.execute_script(across)
     assert content <= window == WIDTHS[width], "the page itself scrolls sideways"
+    cut = "return [...document.querySelectorAll('.claims tbody')].filter(e => e.scrollWidth > e.clientWidth).length"
+    assert browser.execute_script(cut) == 0, "a claim's text is cut off"
     wide = run(browser, "const box = host.querySelector('.scroll'); return box.scrollWidth - box.clientWidth")
     assert wide > 0, "a wide table scrolls in its own box"
     colour = "return getComputedStyle(arguments[0]).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"

@@ -123,8 +123,7 @@ def _layers(out: Console, report: Report) -> None:
         by_shape.setdefault((line.model, line.shape), {})[line.implementation] = index
     rows = []
     for (model, shape), names in by_shape.items():
-        _, _, n, experts, k = shape.split(",")
-        cells = [f"{model} n={n} E={experts} K={k}"]
+        cells = [f"{model} n={shape.split(',')[2]}"]
         official = found[names[wanted[0]]] if wanted[0] in names else None
         cells.append(number(official.paper if official else None))
         for gpu in report.layer_gpus:
