@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from triton.experimental.gluon import language as gl
 
-from implementations.sonicmoe_triton import gluon_contiguous, gluon_gathered
+from implementations.sonicmoe_triton import gluon_common, gluon_contiguous, gluon_gathered
 from implementations.sonicmoe_triton.gluon_contiguous import by_expert
 
 BLOCK = 128
@@ -39,6 +39,8 @@ def number(value: Any) -> int:
 @pytest.fixture(autouse=True)
 def _loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gl, "load", lambda pointer: pointer.values[pointer.at])
+    for module in (gluon_gathered, gluon_contiguous):
+        monkeypatch.setattr(module, "locate_tile", gluon_common.locate_tile.fn)
 
 
 def tiles_of(kernel: str, sizes: list[int], column_tiles: int, ordered: bool) -> list[tuple[int, int, int, int]]:

@@ -49,6 +49,28 @@ def publish_barriers():  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def locate_tile(tile, row_tiles, COLUMN_TILES: gl.constexpr, BM: gl.constexpr, BY_EXPERT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(expert, first row, end of the expert's rows, tile of columns) of an output tile.
+
+    Row by row: for each tile of rows all tiles of columns. BY_EXPERT: for each expert each tile of columns, and for
+    that all the expert's rows."""
+    tile_expert, tile_row, expert_offsets = row_tiles
+    row_tile = tile // COLUMN_TILES
+    column_tile = tile % COLUMN_TILES
+    expert = gl.load(tile_expert + row_tile)
+    first = gl.load(tile_row + row_tile)
+    end = gl.load(expert_offsets + expert + 1)
+    if BY_EXPERT:
+        # The expert's output tiles are the same in either order: their own indices only mean something else.
+        begin = gl.load(expert_offsets + expert)
+        own_row_tiles = (end - begin + BM - 1) // BM
+        own = (first - begin) // BM * COLUMN_TILES + column_tile
+        column_tile = own // own_row_tiles
+        first = begin + own % own_row_tiles * BM
+    return expert, first, end, column_tile
+
+
+@gluon.jit
 def wait_full(full, step):  # type: ignore[no-untyped-def]
     """A consumer's wait for what the step brings."""
     STAGES: gl.constexpr = full.shape[0]

@@ -46,6 +46,7 @@ from implementations.sonicmoe_triton.gluon_common import (
     check_dtype,
     column_slices,
     descriptor,
+    locate_tile,
     publish_barriers,
     ragged,
     wait_empty,
@@ -145,21 +146,7 @@ def make_plan(
 @gluon.jit
 def _place(tile, row_tiles, P: gl.constexpr):  # type: ignore[no-untyped-def]
     # (expert, first row, end of the expert's rows, first column) of an output tile.
-    tile_expert, tile_row, expert_offsets = row_tiles
-    COLUMN_TILES: gl.constexpr = P.column_tiles
-    BM: gl.constexpr = P.block_m
-    row_tile = tile // COLUMN_TILES
-    column_tile = tile % COLUMN_TILES
-    expert = gl.load(tile_expert + row_tile)
-    first = gl.load(tile_row + row_tile)
-    end = gl.load(expert_offsets + expert + 1)
-    if P.by_expert:
-        # The expert's output tiles are the same in either order: their own indices only mean something else.
-        begin = gl.load(expert_offsets + expert)
-        own_row_tiles = (end - begin + BM - 1) // BM
-        own = (first - begin) // BM * COLUMN_TILES + column_tile
-        column_tile = own // own_row_tiles
-        first = begin + own % own_row_tiles * BM
+    expert, first, end, column_tile = locate_tile(tile, row_tiles, P.column_tiles, P.block_m, P.by_expert)
     return expert, first, end, column_tile * P.block_n
 
 

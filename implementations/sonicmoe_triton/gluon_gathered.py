@@ -40,6 +40,7 @@ from implementations.sonicmoe_triton.gluon_common import (
     FAR,
     GROUPS,
     descriptor,
+    locate_tile,
     publish_barriers,
     ragged,
     release_before,
@@ -175,20 +176,7 @@ def make_ring(b, P: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def locate(tile, row_tiles, FROM: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
     """(a tile's expert, its row FROM, rows of the expert from there on: perhaps none; its tile of columns)."""
-    tile_expert, tile_row, expert_offsets = row_tiles
-    COLUMN_TILES: gl.constexpr = P.column_tiles
-    row_tile = tile // COLUMN_TILES
-    column_tile = tile % COLUMN_TILES
-    expert = gl.load(tile_expert + row_tile)
-    first = gl.load(tile_row + row_tile)
-    end = gl.load(expert_offsets + expert + 1)
-    if P.by_expert:
-        # The expert's output tiles are the same in either order: their own indices only mean something else.
-        begin = gl.load(expert_offsets + expert)
-        own_row_tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
-        own = (first - begin) // BLOCK_M * COLUMN_TILES + column_tile
-        column_tile = own // own_row_tiles
-        first = begin + own % own_row_tiles * BLOCK_M
+    expert, first, end, column_tile = locate_tile(tile, row_tiles, P.column_tiles, BLOCK_M, P.by_expert)
     first += FROM
     return expert, first, end - first, column_tile
 
