@@ -6,16 +6,17 @@ A table of rows has one line for each JSON Lines row, its nested fields flattene
 from __future__ import annotations
 
 import csv
-import importlib
-import json
 import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
+
+from harness import store
+from harness.record import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -47,9 +48,9 @@ PAPER_NAMES = {
 #: over ``kernels``, one call's profiled kernels as stored; ``*_low`` and ``*_high`` are the 95 % interval; absent
 #: numbers are NaN, absent texts "", absent kernels ().
 COLUMNS = (
-    "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
-    "reason", "T", "d", "n", "E", "K", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode",
-    "measured_on", "gpu", "tflops", "tflops_low", "tflops_high", "tflops_host", "tflops_hardware", "device_ms",
+    "folder", "identity", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label",
+    "status", "reason", "T", "d", "n", "E", "K", "shape", "dtype", "method", "m_tile", "distribution", "convention",
+    "mode", "measured_on", "gpu", "tflops", "tflops_low", "tflops_high", "tflops_host", "tflops_hardware", "device_ms",
     "device_ms_low", "device_ms_high", "busy_ms", "basis", "latency_ms", "memory_static", "memory_held", "memory_peak",
     "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
     "value", "value_low", "value_high", "denominator_method", "denominator_variant", "routed_rows", "padded_rows",
@@ -57,16 +58,12 @@ COLUMNS = (
     "gb_per_s_high",
 )  # fmt: skip
 #: One point of one sweep on one GPU; of several rows with the same key the latest counts.
-KEY = (
-    "record", "sweep", "operation", "variant", "pass", "implementation", "numerator", "denominator", "time_kind",
-    "shape", "dtype", "method", "denominator_method", "denominator_variant", "m_tile", "distribution", "convention",
-    "mode", "gpu", "measured_on",
-)  # fmt: skip
+KEY = ("sweep", "identity", "gpu")
 _TEXT = {
-    "folder", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label", "status",
-    "reason", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "measured_on", "gpu", "basis",
-    "numerator", "denominator", "numerator_label", "denominator_label", "time_kind", "denominator_method",
-    "denominator_variant", "kernels",
+    "folder", "identity", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label",
+    "status", "reason", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "measured_on",
+    "gpu", "basis", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
+    "denominator_method", "denominator_variant", "kernels",
 }  # fmt: skip
 NUMBERS_ALLOWED = ("ok", "unstable")
 
@@ -123,6 +120,8 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         **{name: text(row, name) for name in ("implementation", "numerator", "denominator")},
         **sizes,
         "folder": folder,
+        # All that was asked for, but for the sweep's name and the GPU, which may not name itself.
+        "identity": store.identity(cast(Row, row), None),
         "record": text(row, "record") or "measurement",
         "status": text(row, "status") or "ok",
         "shape": ",".join(str(size) for size in sizes.values()),
@@ -153,7 +152,7 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "value_low": value_low,
         "value_high": value_high,
         # The denominator's routing method and its routed rows, where a ratio compares two routings.
-        "denominator_method": text(_part(row, "denominator_routing"), "method") or text(row, "denominator_routing"),
+        "denominator_method": text(_part(row, "denominator_routing"), "method"),
         # Where the denominator is a bound: which one.
         "denominator_variant": text(row, "denominator_variant"),
         "routed_rows": _number(routing.get("routed_rows")),
@@ -182,40 +181,17 @@ def frame(rows: pd.DataFrame | Iterable[Mapping[str, Any]], folder: str = "") ->
     })  # fmt: skip
 
 
-def _read_file(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
-    try:
-        store = importlib.import_module("harness.store")
-    except ImportError:
-        store = None
-    if store is not None and hasattr(store, "read"):
-        found, problems = store.read(path)
-        return list(found), [str(problem) for problem in problems]
-    found, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            problems.append(f"{path}:{number}: {error}")
-            continue
-        if isinstance(row, dict):
-            found.append(row)
-        else:
-            problems.append(f"{path}:{number}: not a JSON object")
-    return found, problems
-
-
 def load(results: Path = RESULTS) -> tuple[pd.DataFrame, list[str]]:
     """Rows of every ``*.jsonl`` below ``results/<folder>/`` and one sentence for each line that could not be read.
 
     A folder that does not exist or holds nothing gives an empty table. A row for a GPU that does not name it (written
     for a worker that died, say) takes the name from its neighbours where they agree.
     """
-    tables, problems = [], []
-    for path in sorted(Path(results).glob("**/*.jsonl")):
-        found, complaints = _read_file(path)
-        problems += complaints
+    tables: list[pd.DataFrame] = []
+    problems: list[str] = []
+    for path in sorted(file for file in Path(results).glob("**/*.jsonl") if file.is_file()):
+        found, complaints = store.read(path)
+        problems += map(str, complaints)
         if found:
             tables.append(frame(found, folder=path.parent.name))
     if not tables:
