@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help reproduce test check smoke plots report baselines clean
+.PHONY: help reproduce test check smoke regress plots report baselines clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,6 +46,9 @@ check: $(STAMP)  ## format, lint, types
 
 smoke: $(STAMP)  ## a sweep of seconds
 	$(BIN)/moebench run smoke
+
+regress: $(STAMP)  ## compare with this GPU's baseline; options: make regress REGRESS="--repeat 3"
+	$(BIN)/moebench regress $(REGRESS)
 
 plots: $(STAMP)  ## draw the figures from the rows in results/
 	$(BIN)/moebench plot

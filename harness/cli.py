@@ -1,6 +1,8 @@
-"""The command line: ``moebench list | doctor | check | run | compare | plot | report | reproduce``.
+"""The command line: ``moebench list | doctor | check | run | compare | regress | plot | report |
+reproduce``.
 
-Bad input gets one line on standard error and exit code 2; a sweep in which points failed ends with exit code 3.
+Bad input gets one line on standard error and exit code 2; a sweep in which points failed ends with exit code 3, a
+regression with exit code 1.
 """
 
 from __future__ import annotations
@@ -173,6 +175,42 @@ def compare(
     _storing = True
     if comparing.compare(out, (first, second), shape, operation, variant, dtype, output):
         raise typer.Exit(EXIT_FAILED_POINTS)
+
+
+@app.command()
+def regress(
+    threshold: Annotated[
+        str,
+        typer.Option(help="Such as median:5%, for every point; default: the baseline's, which points may override."),
+    ] = "",
+    repeat: Annotated[int, typer.Option(help="Measure each point this often; kernels are compiled once.")] = 1,
+    update: Annotated[bool, typer.Option("--update", help="Write a new baseline; refused from a dirty tree.")] = False,
+    baseline: Annotated[Path | None, typer.Option(help="Default: results/baselines/<gpu>.json.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the rows; default: results/local/<gpu>, which git ignores.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write what was found to this file, for programs.")] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="Write JUnit XML to this file: a test case for each point.")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a summary for a pull request to this file.")] = None,
+) -> None:
+    """Measure the sweep ci and compare with this GPU's baseline; exit code 1 where something got slower or failed."""
+    from harness.regress import regress as run_gate
+
+    code = run_gate(
+        out,
+        threshold=threshold,
+        repeat=repeat,
+        update=update,
+        baseline=baseline,
+        output=output,
+        json_file=json,
+        junit_file=junit,
+        markdown_file=markdown,
+    )
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -69,8 +69,8 @@ def paper_shapes() -> list[MoEShape]:
 
 
 def test_committed_sweeps() -> None:
-    names = ("ablations", "breakdown", "cpu", "granularity", "kernels", "open_models", "paper_layers", "smoke")
-    assert sweep_names() == [*names, "sparsity", "token_rounding"]
+    names = ("ablations", "breakdown", "ci", "cpu", "granularity", "kernels", "open_models", "paper_layers")
+    assert sweep_names() == [*names, "smoke", "sparsity", "token_rounding"]
     for name in sweep_names():
         sweep = load_sweep(name, REGISTRY)
         assert sweep.name == name and sweep.points

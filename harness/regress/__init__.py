@@ -1,0 +1,244 @@
+"""The regression gate: measure the sweep `ci`, compare with this GPU's baseline, look twice before a point counts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from harness import store
+from harness.environment import environment, gpu_name
+from harness.errors import UserError
+from harness.interface import Point
+from harness.record import MEASURED_STATUSES, Row, gpu_slug
+from harness.registry import ROOT, Registry, load_registry
+from harness.regress import baseline as baselines
+from harness.regress import output as outputs
+from harness.regress.asked import Asked, asked_of, is_a_a
+from harness.regress.baseline import Baseline, BaselinePoint, Threshold, parse_threshold
+from harness.regress.judge import MISSING, NEW, REGRESSION, Finding, Now, combine, first_look, second_look
+from harness.regress.update import check_clean, new_baseline
+from harness.report.text import count, plain
+from harness.session import RESULTS, results_folder, run_sweep
+from harness.sweep import RatioPoint, Sweep, load_sweep
+
+SWEEP = "ci"
+BASELINES = RESULTS / "baselines"
+#: What of the environment moves times without any change of ours; another value is a warning.
+_WARNED = ("gpu", "driver", "cuda", "torch", "triton")
+
+
+def regress(
+    out: Console,
+    *,
+    threshold: str = "",
+    repeat: int = 1,
+    update: bool = False,
+    baseline: Path | None = None,
+    output: Path | None = None,
+    json_file: Path | None = None,
+    junit_file: Path | None = None,
+    markdown_file: Path | None = None,
+) -> int:
+    """Run the gate, or write a new baseline.
+
+    Args:
+        threshold: in place of every threshold of the baseline, of single points too; with ``update`` the new default.
+        repeat: how often each point is measured. All repetitions run one after another through the shapes in one worker
+            process: kernels are compiled and tuned at the first and come from that process's cache afterwards, while
+            inputs, weights and the correctness check, which cost seconds, are made anew each time. The median of the
+            medians counts, within the union of their intervals.
+        update: measure points and ratios and write the baseline; nothing is compared.
+        baseline: default ``results/baselines/<gpu>.json``.
+        output: folder for the rows, which go to ``ci.jsonl`` there.
+        json_file, junit_file, markdown_file: what came of it, in these forms.
+
+    Returns:
+        0, or 1 where a point is a regression, failed, is missing or cannot be compared.
+
+    Raises:
+        UserError: bad input, no GPU, no baseline or none that can be read; an update from a dirty tree or of a point
+            that failed.
+    """
+    given = parse_threshold(threshold) if threshold else None
+    if repeat < 1:
+        raise UserError(f"--repeat {repeat}: must be at least 1")
+    files = {"--json": json_file, "--junit": junit_file, "--markdown": markdown_file}
+    for option, file in files.items():
+        if file is not None:
+            if update:
+                raise UserError(f"{option}: --update compares nothing; leave one of both out")
+            outputs.check_writable(option, file)
+    gpu = gpu_name()
+    if gpu is None:
+        raise UserError("regress measures on a GPU, and this machine has none")
+    path = baseline or BASELINES / f"{gpu_slug(gpu)}.json"
+    if update:
+        outputs.check_writable("--baseline", path)
+        check_clean(environment("fake"))
+    elif not path.exists():
+        raise UserError(f"{path}: no baseline for {gpu}; moebench regress --update makes one")
+    known = baselines.read(path) if path.exists() else None
+    registry = load_registry()
+    sweep = load_sweep(SWEEP, registry)
+    asked = asked_of(sweep)
+    run = _Run(out, registry, results_folder(output) / f"{SWEEP}.jsonl")
+    if update:
+        rows = run.measure(replace(sweep, points=sweep.points * repeat))
+        made = new_baseline(asked, rows, known, given, gpu)
+        baselines.write(path, made)
+        for warning in run.warnings:
+            out.print(f"[yellow]warning[/] {escape(plain(warning))}", highlight=False, soft_wrap=True)
+        out.print(f"wrote {path}: {count(len(made.points), 'point')}", highlight=False, soft_wrap=True, markup=False)
+        return 0
+    assert known is not None
+    rows = run.measure(replace(sweep, points=sweep.points * repeat, ratios=[]))
+    findings = _judge(run, sweep, asked, known, given, rows)
+    report = outputs.Report(
+        gpu=gpu,
+        path=_shown(path),
+        baseline=known,
+        environment=_environment(rows),
+        warnings=tuple(dict.fromkeys([*_warnings(known, gpu, rows), *run.warnings])),
+        repeat=repeat,
+        findings=tuple(findings),
+    )
+    outputs.terminal(out, report)
+    for file, form in ((json_file, outputs.as_json), (junit_file, outputs.junit), (markdown_file, outputs.markdown)):
+        if file is not None:
+            outputs.write(out, file, form(report))
+    return report.exit_code
+
+
+def _shown(path: Path) -> str:
+    """The file's path, from the repository's root where it lies below it."""
+    whole = path.resolve()
+    return str(whole.relative_to(ROOT)) if whole.is_relative_to(ROOT) else str(path)
+
+
+class _Run:
+    """Measures sweeps made in code into one file and hands back the rows of each."""
+
+    def __init__(self, out: Console, registry: Registry, path: Path) -> None:
+        self.out = out
+        self.registry = registry
+        self.path = path
+        self.warnings: list[str] = []
+
+    def measure(self, sweep: Sweep) -> dict[str, list[Row]]:
+        """By identity, every new row, in order."""
+        before = len(store.read(self.path)[0]) if self.path.exists() else 0
+        run_sweep(self.out, sweep, self.registry, self.path, resume=False, dry_run=False)
+        rows = store.read(self.path)[0][before:] if self.path.exists() else []
+        found: dict[str, list[Row]] = defaultdict(list)
+        for row in rows:
+            if row["status"] not in MEASURED_STATUSES and row["measured_on"] == "cpu":
+                # A row that says why there are no numbers, where the GPU could not be reached.
+                row["measured_on"] = "cuda"
+            found[store.identity(row, None)].append(row)
+            if row["record"] == "ratio" and is_a_a(row) and row["status"] == "ok":
+                low, high = row["ci95"]
+                if not low <= 1.0 <= high:
+                    text = (
+                        f"{row['numerator']} against itself, {row['pass']}: {row['value']:.3f} [{low:.3f}, {high:.3f}]"
+                    )
+                    self.warnings.append(f"{text} should include 1: trust no smaller difference than this")
+        return dict(found)
+
+
+def _judge(
+    run: _Run,
+    sweep: Sweep,
+    asked: Sequence[Asked],
+    known: Baseline,
+    given: Threshold | None,
+    rows: Mapping[str, Sequence[Row]],
+) -> list[Finding]:
+    """A finding for each point of the baseline and of the sweep; what looks slower is measured again first."""
+    by_key = {one.key: one for one in asked}
+    findings: list[Finding] = []
+    suspicious: list[tuple[Finding, BaselinePoint, Asked]] = []
+    for point in known.points:
+        threshold = given or point.threshold or known.threshold
+        one = by_key.get(point.key)
+        if one is None:
+            reason = f"the sweep {SWEEP} no longer asks for it; moebench regress --update forgets it"
+            findings.append(Finding(point.what, point.key, MISSING, reason, threshold, point.time))
+            continue
+        found = first_look(point, rows.get(point.key, ()), threshold)
+        findings.append(found)
+        if found.outcome == REGRESSION:
+            suspicious.append((found, point, one))
+    in_baseline = {point.key for point in known.points}
+    for one in asked:
+        if one.key not in in_baseline:
+            now = combine(rows.get(one.key, ()))
+            if isinstance(now, Now):
+                reason = "the baseline lacks it; moebench regress --update adds it"
+                findings.append(Finding(one.what, one.key, NEW, reason, now=now.time))
+            else:
+                findings.append(Finding(one.what, one.key, *now))
+    if suspicious:
+        _look_again(run, sweep, suspicious)
+    return findings
+
+
+def _look_again(run: _Run, sweep: Sweep, suspicious: Sequence[tuple[Finding, BaselinePoint, Asked]]) -> None:
+    """Measure suspicious points against the bound, call by call, so that what the clock does cancels; points without a
+    reference once more by themselves."""
+    passes: dict[RatioPoint, list[str]] = defaultdict(list)
+    alone: dict[Point, list[str]] = defaultdict(list)
+    for _, point, one in suspicious:
+        if point.reference is not None and one.ratio is not None:
+            passes[one.ratio].append(one.pass_)
+        else:
+            alone[one.point].append(one.pass_)
+    run.out.print(
+        f"slower or unstable: {count(len(suspicious), 'point')}; measuring again beside the bound", highlight=False
+    )
+    ratios = [replace(ratio, passes=tuple(wanted)) for ratio, wanted in passes.items()]
+    if ratios:
+        # The method against itself belongs to every run that rests on ratios.
+        ratios += [ratio for ratio in sweep.ratios if ratio.is_a_a]
+    again = Sweep(
+        sweep.name,
+        "What looks slower, once more beside the bound",
+        points=list(alone),
+        ratios=ratios,
+        options=sweep.options,
+    )
+    rows = run.measure(again)
+    for found, point, one in suspicious:
+        by_ratio = point.reference is not None and one.ratio is not None
+        text = f"{one.ratio.denominator} {one.ratio.bound}" if by_ratio and one.ratio is not None else ""
+        second_look(found, point, rows.get(one.ratio_key if by_ratio else one.key, ()), text)
+
+
+def _measured(rows: Mapping[str, Sequence[Row]]) -> Iterable[Row]:
+    return (row for found in rows.values() for row in found if row["environment"].get("gpu"))
+
+
+def _environment(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """Where this run measured; of a row with numbers, since a row without them knows less."""
+    found = sorted(_measured(rows), key=lambda row: row["status"] != "ok")
+    return baselines.environment_of(found) | {"dirty": found[0]["environment"].get("dirty")} if found else {}
+
+
+def _warnings(known: Baseline, gpu: str, rows: Mapping[str, Sequence[Row]]) -> list[str]:
+    """A sentence for each part of the environment that is another than the baseline's: times may differ for it."""
+    now = {"gpu": gpu, **{key: value for key, value in _environment(rows).items() if value is not None}}
+    before = {**known.environment, "gpu": known.gpu}
+    found = []
+    for key in _WARNED:
+        if key in now and before.get(key) != now[key]:
+            names = {"gpu": "GPU", "cuda": "CUDA"}
+            found.append(f"{names.get(key, key)} is {now[key]}, the baseline's was {before.get(key) or 'not named'}")
+    return found
+
+
+__all__ = ["BASELINES", "SWEEP", "Asked", "asked_of", "regress"]

@@ -1,0 +1,109 @@
+"""A new baseline from the rows of a run, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness.errors import UserError
+from harness.record import Row, point_fields
+from harness.regress.asked import Asked, is_a_a
+from harness.regress.baseline import (
+    DEFAULT_THRESHOLD,
+    Baseline,
+    BaselinePoint,
+    Interval,
+    Reference,
+    Threshold,
+    environment_of,
+)
+from harness.regress.judge import MISSING, Now, combine
+
+
+def new_baseline(
+    asked: Sequence[Asked],
+    rows: Mapping[str, Sequence[Row]],
+    known: Baseline | None,
+    given: Threshold | None,
+    gpu: str,
+) -> Baseline:
+    """The baseline of a run of the whole sweep; points of the old one keep their own thresholds.
+
+    Args:
+        rows: by identity.
+        known: the old baseline.
+        given: the default threshold, in place of the old one's.
+        gpu: the GPU's name.
+
+    Raises:
+        UserError: a point or a ratio that failed, is unstable or missing, rows from a dirty tree or of two commits, or
+            a ratio of a kernel with itself that is beyond the threshold.
+    """
+    default = given or (known.threshold if known else DEFAULT_THRESHOLD)
+    own = {point.key: point.threshold for point in known.points} if known else {}
+    _check_method(rows, default)
+    points = [_baseline_point(one, rows, own.get(one.key)) for one in asked]
+    used = [row for one in asked for key in (one.key, one.ratio_key) for row in rows.get(key, ())]
+    for row in used:
+        check_clean(row["environment"])
+    commits = sorted({str(row["environment"]["commit"]) for row in used})
+    if len(commits) > 1:
+        raise UserError(f"no baseline written: the commit changed while measuring ({', '.join(commits)}); run it again")
+    return Baseline(
+        str(used[0]["environment"].get("gpu") or gpu),
+        environment_of(used),
+        max(row["timestamp"] for row in used),
+        default,
+        tuple(points),
+    )
+
+
+def check_clean(machine: Mapping[str, Any]) -> None:
+    """Refuse an environment whose numbers nobody could measure again from a commit."""
+    if not machine.get("commit") or machine.get("dirty") is None:
+        raise UserError("--update: the commit is not known here, and a baseline must name it; set MOEBENCH_COMMIT")
+    if machine["dirty"]:
+        raise UserError("--update: the tree has uncommitted changes, and a baseline must name a commit; commit first")
+
+
+def _check_method(rows: Mapping[str, Sequence[Row]], threshold: Threshold) -> None:
+    """Refuse a run whose ratio of a kernel with itself is farther from 1 than what the gate shall find."""
+    for row in (row for found in rows.values() for row in found):
+        if row["record"] != "ratio" or not is_a_a(row):
+            continue
+        if row["status"] != "ok":
+            reason = " ".join(str(row.get("reason") or "").split())
+            raise UserError(f"no baseline written: {row['numerator']} against itself: {row['status']}: {reason}")
+        if abs(row["value"] - 1.0) > threshold.fraction:
+            text = f"{row['numerator']} against itself is {row['value']:.3f}, beyond the threshold {threshold}"
+            raise UserError(f"no baseline written: {text}; is something else on the GPU?")
+
+
+def _baseline_point(one: Asked, rows: Mapping[str, Sequence[Row]], own: Threshold | None) -> BaselinePoint:
+    now = combine(rows.get(one.key, ()))
+    if not isinstance(now, Now):
+        raise UserError(f"no baseline written: {one.what}: {' '.join(': '.join(now).split())}")
+    if now.unstable:
+        raise UserError(f"no baseline written: {one.what}: unstable: {' '.join(now.unstable.split())}")
+    reference = None
+    if one.ratio is not None:
+        found = rows.get(one.ratio_key, ())
+        bad = next((row for row in found if row["status"] != "ok"), None)
+        if not found or bad is not None:
+            reason = f"{bad['status']}: {bad.get('reason') or ''}" if bad is not None else f"{MISSING}: no row"
+            raise UserError(f"no baseline written: ratio over the bound of {one.what}: {' '.join(reason.split())}")
+        newest = found[-1]
+        ratio = Interval(newest["value"], *newest["ci95"])
+        reference = Reference(ratio, newest["basis"])
+    fields = {**point_fields(one.point), "shape": str(one.point.shape), "pass": one.pass_}
+    shown = ("implementation", "operation", "variant", "shape", "dtype", "pass")
+    return BaselinePoint(
+        one.what,
+        one.key,
+        {key: fields[key] for key in shown},
+        now.basis,
+        now.time,
+        {name: round(us, 3) for name, us in now.kernels.items()},
+        own,
+        reference,
+    )
