@@ -1,5 +1,4 @@
-"""The command line: ``moebench list | doctor | check | run | compare | regress | plot | report |
-reproduce``.
+"""The command line: ``moebench list | doctor | check | run | compare | regress | plot | report | reproduce``.
 
 Bad input gets one line on standard error and exit code 2; a sweep in which points failed ends with exit code 3, a
 regression with exit code 1.
@@ -40,6 +39,11 @@ Only = Annotated[list[str] | None, typer.Option("--only", help="Only this implem
 Skip = Annotated[list[str] | None, typer.Option("--skip", help="Not this implementation (repeatable).")]
 ShapeOption = Annotated[
     list[str] | None, typer.Option("--shape", help="Only this shape, T,d,n,E,K, or a named group (repeatable).")
+]
+
+RowsFolder = Annotated[
+    Path | None,
+    typer.Option("--output", help="Folder for the rows; default: results/local/<gpu>, which git ignores."),
 ]
 
 
@@ -136,9 +140,7 @@ def run(
     shape: ShapeOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip rows that are there already.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points with a time estimate.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the rows; default: results/local/<gpu>, which git ignores.")
-    ] = None,
+    output: RowsFolder = None,
     mode: Annotated[str, typer.Option(help="burst or sustained; default: the sweep's.")] = "",
 ) -> None:
     """Measure sweeps; every outcome is a row in <output>/<sweep>.jsonl."""
@@ -161,9 +163,7 @@ def compare(
     operation: Annotated[str, typer.Option(help="See moebench list.")] = "moe_layer",
     variant: Annotated[str, typer.Option(help="Of the operation; default: the first.")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; default: the first that both take.")] = "",
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the rows; default: results/local/<gpu>, which git ignores.")
-    ] = None,
+    output: RowsFolder = None,
 ) -> None:
     """Compare two implementations live (time of the first / time of the second), or two sets of rows."""
     from harness import compare as comparing
@@ -186,9 +186,7 @@ def regress(
     repeat: Annotated[int, typer.Option(help="Measure each point this often; kernels are compiled once.")] = 1,
     update: Annotated[bool, typer.Option("--update", help="Write a new baseline; refused from a dirty tree.")] = False,
     baseline: Annotated[Path | None, typer.Option(help="Default: results/baselines/<gpu>.json.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the rows; default: results/local/<gpu>, which git ignores.")
-    ] = None,
+    output: RowsFolder = None,
     json: Annotated[Path | None, typer.Option(help="Write what was found to this file, for programs.")] = None,
     junit: Annotated[
         Path | None, typer.Option(help="Write JUnit XML to this file: a test case for each point.")

@@ -21,8 +21,10 @@ from test_plots import GPU, failed, fake, ratio, synthetic
 
 import plots
 from harness import report as reports
+from harness.errors import UserError
 from harness.record import validate
 from harness.report import data, figures, html, markdown, terminal
+from harness.report import rows as stored_rows
 from harness.report.figures import Figure
 from harness.report.rows import read
 from harness.report.tables import Number, Place, Table, cell_text
@@ -497,3 +499,21 @@ def test_a_reason_in_colours_does_no_harm(tmp_path: Path, command_line: CommandL
 def test_paths_that_cannot_be_looked_at_are_one_line(command_line: CommandLine) -> None:
     code, _, err = command_line("report", "--output", "x" * 300)
     assert code == 2 and err.count("\n") == 1 and "too long" in err
+
+
+def test_one_file_that_cannot_be_read_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = store(tmp_path / "results", some_rows())
+    bad = next(folder.rglob("*.jsonl")).with_name("bad.jsonl")
+    bad.write_text("")
+    ordinary = stored_rows.store.read_numbered
+
+    def refusing(path: Path) -> Any:
+        if path == bad:
+            raise UserError(f"{path}: cannot be read: Permission denied")
+        return ordinary(path)
+
+    monkeypatch.setattr(stored_rows.store, "read_numbered", refusing)
+    stored, problems = read(folder)
+    assert len(stored) == len(some_rows()) and len(problems) == 1 and "Permission denied" in problems[0]
+    with pytest.raises(UserError, match="Permission denied"):
+        read(bad)

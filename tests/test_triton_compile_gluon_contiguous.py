@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from implementations.sonicmoe_triton import compiled as compiled_facts
 from implementations.sonicmoe_triton import tiles
 from implementations.sonicmoe_triton.gluon_common import CONSUMER_WARPS, ENTRY_REGISTERS
 from implementations.sonicmoe_triton.gluon_contiguous import Options, choose, contiguous_kernel, make_plan
@@ -29,15 +30,9 @@ ELEMENTS = {"bf16": gl.bfloat16, "fp16": gl.float16}
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a compiled kernel says of itself: registers of a thread at entry, bytes of stack, shared bytes."""
+class Facts(compiled_facts.Facts):
+    """And the numbers of registers that warps change to, and what the assembler warns of."""
 
-    registers: int
-    stack: int
-    shared: int
-    wgmma: int
-    tma_loads: int
-    tma_stores: int
     setmaxnreg: frozenset[int]
     warnings: tuple[str, ...]
 
@@ -73,16 +68,8 @@ def build(options: Options, d: int, k: int, b_transposed: bool, element: str = "
     ptx = compiled.asm["ptx"]
     check_shared_memory_rules(ptx)
     log = assembler_log(ptx)
-    registers = re.search(r"Used (\d+) registers", log)
-    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert registers and stack, log
     return Facts(
-        registers=int(registers[1]),
-        stack=sum(map(int, stack.groups())),
-        shared=compiled.metadata.shared,
-        wgmma=ptx.count("wgmma.mma_async"),
-        tma_loads=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
-        tma_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
+        **asdict(compiled_facts.facts_of(compiled)),
         setmaxnreg=frozenset(map(int, re.findall(r"setmaxnreg\.\S+\s+(\d+)", ptx))),
         # Serialised wgmma is C7510 to C7518 by its reason, an ignored setmaxnreg C7508.
         warnings=tuple(line for line in log.splitlines() if re.search(r"C75\d\d|serializ|setmaxnreg|warning", line)),

@@ -4,9 +4,10 @@
 `predictions` what the roofline says of a GPU without rows.
 """
 
-from harness.claims.engine import evaluate
+from harness.claims.engine import evaluate, judge
 from harness.claims.model import VERDICTS, Claim, ClaimResult, Finding, Prediction, RowRef
 from harness.claims.paper import load_claims
+from harness.claims.rows import lines_of
 from harness.claims.verdicts import verdict
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "Prediction",
     "RowRef",
     "evaluate",
+    "judge",
+    "lines_of",
     "load_claims",
     "verdict",
 ]

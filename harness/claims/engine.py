@@ -8,7 +8,7 @@ from harness.claims.measures import MEASURES, WITH_SHAPE, unknown
 from harness.claims.model import ClaimResult
 from harness.claims.paper import CLAIMS, load_entries
 from harness.claims.predictions import predict
-from harness.claims.rows import GpuRows, read_lines
+from harness.claims.rows import GpuRows, Line, read_lines
 from harness.claims.subjects import SUBJECTS
 from harness.errors import UserError
 from harness.registry import ROOT
@@ -30,11 +30,16 @@ def evaluate(
     Raises:
         UserError: the file of claims is missing or malformed; one line.
     """
+    lines, problems = read_lines(results)
+    return judge(lines, claims), problems
+
+
+def judge(lines: list[Line], claims: Path | str = CLAIMS) -> list[ClaimResult]:
+    """`evaluate` of rows that have been read."""
     entries = load_entries(claims)
     for entry in entries:
         if entry.claim.id in WITH_SHAPE and entry.shape is None:
             raise UserError(f"{claims}: claim {entry.claim.id}: shape: missing")
-    lines, problems = read_lines(results)
     gpus = [GpuRows(gpu, lines) for gpu in sorted({line.gpu for line in lines})]
     return [
         ClaimResult(
@@ -43,4 +48,4 @@ def evaluate(
             predict(entry, gpus),
         )
         for entry in entries
-    ], problems
+    ]

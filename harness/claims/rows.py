@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.claims.model import Interval, RowRef
-from harness.errors import UserError
 from harness.record import Row
+from harness.report.rows import UNNAMED, Stored, read
 from harness.shapes import MoEShape
-from harness.store import read_numbered
 
 #: The sweep's name in rows of ``moebench compare``.
 BY_HAND = "compare"
@@ -78,39 +77,19 @@ class Number:
         return Number(self.value * factor, its, self.lines)
 
 
-def _numbered(path: Path, name: str) -> tuple[list[tuple[Row, str, int]], list[str]]:
-    try:
-        rows, problems = read_numbered(path)
-    except UserError as error:
-        return [], [str(error)]
-    return [(row, name, number) for number, row in rows], [str(problem) for problem in problems]
-
-
 def read_lines(results: Path | str) -> tuple[list[Line], list[str]]:
-    """Every row measured on a GPU in and below a folder, and one sentence for each line that cannot be read.
-
-    A missing folder gives nothing. A row that does not name its GPU (written for a worker that died, say) takes the
-    name from the rows beside it where they agree, else it is left out.
-    """
+    """Every row measured on a GPU in and below a folder, and a sentence for what cannot be read. A missing folder gives
+    nothing."""
     results = Path(results)
-    lines: list[Line] = []
-    problems: list[str] = []
-    folders: dict[Path, list[Path]] = {}
-    for path in sorted(file for file in results.rglob("*.jsonl") if file.is_file()):
-        folders.setdefault(path.parent, []).append(path)
-    for paths in folders.values():
-        here: list[tuple[Row, str, int]] = []
-        for path in paths:
-            found, complaints = _numbered(path, path.relative_to(results).as_posix())
-            here += [item for item in found if item[0]["measured_on"] == "cuda"]
-            problems += complaints
-        names = {str(row["environment"].get("gpu") or "") for row, _, _ in here} - {""}
-        alone = names.pop() if len(names) == 1 else ""
-        for row, name, number in here:
-            gpu = str(row["environment"].get("gpu") or alone)
-            if gpu:
-                lines.append(Line(row, gpu, name, number))
-    return lines, problems
+    if not results.is_dir():
+        return [], []
+    stored, problems = read(results)
+    return lines_of(stored), problems
+
+
+def lines_of(stored: Iterable[Stored]) -> list[Line]:
+    """The rows measured on a GPU whose name is known."""
+    return [Line(one.row, one.machine, one.file, one.line) for one in stored if one.on_gpu and one.machine != UNNAMED]
 
 
 def _as_the_paper(row: Row) -> bool:

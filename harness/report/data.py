@@ -144,7 +144,7 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
 
     stored, problems = read(results)
     newest = sorted(latest(stored, sweep_point_key), key=lambda one: _ORDER[one.row["measured_on"]])
-    claims, claim_problems = claims_of.evaluate(results)
+    claims = claims_of.judge(claims_of.lines_of(stored))
     layers, gpus = paper.layers(results)
     found = [tables.measurements(newest), tables.ratios(newest)]
     in_table = {cell for table in found for row in table.rows for cell in row if isinstance(cell, Place)}
@@ -157,8 +157,6 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
         parts.append(tables.against(stored, earlier, plain(against.name or against)))
     parts += [tables.repeated(stored), *found, tables.failures(newest), _implementations(newest), tables.runs(stored)]
     machines = _machines(stored, newest)
-    # The claims' own account of the rows' files repeats that of the rows: it knows of claims.toml besides.
-    problems += [plain(problem) for problem in claim_problems if ".jsonl" not in problem]
     return Report(
         summary=_summary(stored, newest, machines),
         machines=machines,

@@ -106,7 +106,14 @@ def read(path: Path, option: str = "--results") -> tuple[list[Stored], list[str]
     names: dict[Path, set[str]] = {}
     contents = []
     for file in files:
-        rows, problems = store.read_numbered(file)
+        try:
+            rows, problems = store.read_numbered(file)
+        except UserError as error:
+            if file == path:
+                raise
+            # One of many: the others still say something.
+            sentences.append(plain(error))
+            continue
         sentences += _sentences(problems, base)
         contents.append((file, rows))
         here = names.setdefault(file.parent, set())
