@@ -136,6 +136,11 @@ class Plan(NamedTuple):
         return cdiv(self.dense_width if self.gathered_rows else self.gathered_width, self.columns)
 
     @property
+    def gathered_ends_within_tile(self) -> bool:
+        """The last tile reaches past the gathered operand's width, be it by whole parts of the tile."""
+        return self.gathered_width % (self.rows if self.gathered_rows else self.columns) != 0
+
+    @property
     def dense_tiles(self) -> int:
         """Tiles along the dense operand's width, those that follow one another."""
         return self.column_tiles if self.gathered_rows else self.row_tiles
@@ -160,13 +165,14 @@ def _rows_of(tile, expert_offsets, P: gl.constexpr):  # type: ignore[no-untyped-
 
 
 @gluon.jit
-def _copy_rows(source, row, inside, column, WIDTH: gl.constexpr, layout: gl.constexpr, target):  # type: ignore[no-untyped-def]
+def _copy_rows(source, row, inside, column, P: gl.constexpr, layout: gl.constexpr, target):  # type: ignore[no-untyped-def]
     """target (BK, columns) := source[row, column:]; zeros where a row is not inside and past the width."""
+    WIDTH: gl.constexpr = P.gathered_width
     COLUMNS: gl.constexpr = target.shape[1]
     columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     pointers = (source + row.to(gl.int64) * WIDTH)[:, None] + columns[None, :]
     mask = inside[:, None]
-    if WIDTH % COLUMNS != 0:
+    if P.gathered_ends_within_tile:
         mask = mask & (columns < WIDTH)[None, :]
     async_copy.async_copy_global_to_shared(target, pointers, mask)
 
@@ -211,7 +217,7 @@ def _produce(ring, operands, P: gl.constexpr):  # type: ignore[no-untyped-def]
                 )
             for part in gl.static_range(GATHERED_PARTS):
                 _copy_rows(
-                    gathered, token, row + rows < end, gathered_column + part * GATHERED, P.gathered_width,
+                    gathered, token, row + rows < end, gathered_column + part * GATHERED, P,
                     by_row, gathered_ring.index(stage * GATHERED_PARTS + part),
                 )  # fmt: skip
             async_copy.mbarrier_arrive(barrier, increment_count=False)
