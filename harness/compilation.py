@@ -7,17 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-#: Compilers that offer no hook: environment variable -> where they keep what they built, if it is unset.
-_CACHES: dict[str, str] = {"QUACK_CACHE_DIR": "~/.cache/moebench/quack", "DG_JIT_CACHE_DIR": "~/.deep_gemm/cache"}
+#: Compilers that offer no hook: module -> environment variable and, if it is unset, where they keep what they built.
+_CACHES: dict[str, tuple[str, str]] = {
+    "quack": ("QUACK_CACHE_DIR", "~/.cache/moebench/quack"),
+    "deep_gemm": ("DG_JIT_CACHE_DIR", "~/.deep_gemm/cache"),
+}
 
 
 class CompilationCounter:
     """Counts compilations since it was made: graphs that torch.compile traced, Triton kernels (once `watch_triton` was
-    called), and new entries in the cache folders of compilers that offer no hook."""
+    called), and new entries in the cache folders of compilers that offer no hook and that this process has imported:
+    what another process compiles there meanwhile is nothing that this one could wait for."""
 
     def __init__(self) -> None:
         self._folders = [
-            Path(os.environ.get(variable) or default).expanduser() for variable, default in _CACHES.items()
+            Path(os.environ.get(variable) or default).expanduser()
+            for module, (variable, default) in _CACHES.items()
+            if module in sys.modules
         ]
         self._start = self._total()
 

@@ -14,6 +14,9 @@ from plots import rows as table
 from plots.bars import Bar
 
 NAME = "figure13_memory"
+DEEPGEMM_PP = (
+    "DeepGEMM++ has SonicMoE's backward here, and holds what that needs; the paper's holds what DeepGEMM-pt does."
+)
 
 
 def memory_bar(
@@ -105,13 +108,16 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     if any(bar.unstable for bar in bar_of.values()):
         legend.append((style.key_unstable(), "hatched: unstable"))
     width = 10.0
+    lines = notes.lines(style.characters(width))
+    if any(name == "deepgemm_pp" and not math.isnan(bar.value) for (_, _, name), bar in bar_of.items()):
+        lines.append(DEEPGEMM_PP)
     with style.figure_style():
         page = style.Page(
             width=width, panels_height=5.6, legend=legend,
             title="Memory of one MoE layer after its forward pass, weights and input included",
             subtitle=f"{style.gpu_text(table.gpus(layers))}, bfloat16, uniform routing, top-K.\n"
             f"{style.PAPER_NOTE} (read off Figure 13).",
-            notes=notes.lines(style.characters(width)),
+            notes=lines,
         )  # fmt: skip
         figure, margins = page.make()
         grid = figure.add_gridspec(2, 2, hspace=0.34, wspace=0.13, **margins)

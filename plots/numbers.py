@@ -20,7 +20,7 @@ BEGIN, END = "<!-- numbers: begin (made by python -m plots.numbers) -->", "<!-- 
 OFFICIAL = "sonicmoe_official"
 OURS = "sonicmoe_triton"
 #: Baselines whose ratios stand in the table.
-BASELINES = ("scattermoe", "deepgemm", "torch_grouped_mm")
+BASELINES = ("scattermoe", "deepgemm", "deepgemm_pp", "torch_grouped_mm")
 PASS_TEXT = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 #: Endings of the columns of a ratio and of its interval.
 _VALUE_PARTS = ("", "_low", "_high")
@@ -217,8 +217,8 @@ def _ours_beside(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
 
 
 def _per_row(rows: pd.DataFrame, plugin: str, operation: str, shape: str, pass_: str) -> str:
-    """Time with top-K over time with nearest rounding, weighed by the rows of both: with its interval, or, of several
-    runs, from the least to the largest, since runs differ by more than their intervals say. Empty without a run."""
+    """Time with top-K over time with nearest rounding, weighed by the rows of both, with its interval: of the last run,
+    as everywhere. Empty without a run."""
     chosen = rows[
         (rows["record"] == "ratio")
         & (rows["status"] == "ok")
@@ -234,13 +234,9 @@ def _per_row(rows: pd.DataFrame, plugin: str, operation: str, shape: str, pass_:
     ].sort_values("timestamp", kind="stable")
     if not len(chosen):
         return ""
-    value, low, high = (
-        chosen[f"value{part}"] * chosen["denominator_rows"] / chosen["routed_rows"] for part in _VALUE_PARTS
-    )
-    if len(chosen) > 1:
-        ends = dict.fromkeys(f"{end:.2f}×" for end in (value.min(), value.max()))
-        return f"{PASS_TEXT[pass_]} {' to '.join(ends)} in {len(chosen)} runs"
-    return f"{PASS_TEXT[pass_]} {value.iloc[0]:.2f}× [{low.iloc[0]:.2f}, {high.iloc[0]:.2f}]"
+    last = chosen.iloc[-1]
+    value, low, high = (last[f"value{part}"] * last["denominator_rows"] / last["routed_rows"] for part in _VALUE_PARTS)
+    return f"{PASS_TEXT[pass_]} {value:.2f}× [{low:.2f}, {high:.2f}]"
 
 
 def _rounding(rows: pd.DataFrame) -> list[tuple[str, str, str]]:

@@ -284,7 +284,7 @@ def again(rows: list[Row], claim: str, subject: str) -> Value:
         share = saved(rows, subject, ("momoe",), HEADLINE)
         return None if share is None else (share, None)
     if claim == "activation-memory-range":
-        names = ("scattermoe", "momoe", "megablocks", "megatron", "deepgemm", "deepgemm_pp")
+        names = ("scattermoe", "momoe", "megablocks", "megatron", "deepgemm")
         every = [saved(rows, subject, names, shape) for shape in TWELVE]
         good = [share for share in every if share is not None]
         # One layer below the limit refutes it, whatever the others would say.

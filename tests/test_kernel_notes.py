@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from implementations.sonicmoe_triton.tune import candidates_of
+from implementations.sonicmoe_triton.tune import MARGIN, place
 from implementations.sonicmoe_triton.tuned import PLAIN, TABLE
 from plots.kernel_table import NOTES
 from plots.rows import RESULTS
@@ -110,7 +111,7 @@ def gathered(variant: str, column: str) -> float | None:
     layer, kernel = column.split()
     (found,) = (
         row["ms"]
-        for row in TUNED
+        for row in json.loads((FOLDER / "trial_options.json").read_text())["measured"]
         if (row["shape"], row["kernel"], row["options"]) == (LAYERS[layer], FULL[kernel], GATHERED[variant])
     )
     return float(found)
@@ -189,21 +190,8 @@ def test_the_notes_hold_what_was_measured(
                 assert ms is not None and cell.strip("*") == f"{ms:.{digits}f}", (label, column, cell, ms)
 
 
-def old_name(kernel: str, options: dict[str, Any] | None) -> dict[str, Any]:
-    """How the tuning file calls what the table calls `options` today; None: today's default."""
-    if kernel == "up_projection" and options is None:
-        return {"block_n": 256, "groups": 2}
-    if kernel == "hidden_gradient" and options is None:
-        return {"block_n": 256, "groups": 2, "ragged": True}
-    if "weight" in kernel:
-        if options is None:
-            return {"slice_columns": 128, "buffers": 1}
-        return {key: value for key, value in options.items() if key not in ("slice_columns", "buffers")}
-    return options or {}
-
-
 def test_the_notes_hold_what_tiles_of_64_rows_took() -> None:
-    text = NOTES.read_text(encoding="utf-8").split("## Tiles of 64 rows", 1)[1].split("\n## What launching", 1)[0]
+    text = NOTES.read_text(encoding="utf-8").split("## Tiles of 64 rows", 1)[1].split("\n## ", 1)[0]
     of_shapes = json.loads((FOLDER / "sonicmoe_triton_row_tiles.json").read_text())["shapes"]
     cases = [(its, height) for its in of_shapes for height in (64, 128)]
     for line, kernel in (
@@ -246,44 +234,51 @@ def test_the_notes_hold_what_tiles_of_64_rows_took() -> None:
     padded = [its["padded_rows"][str(height)] / its["routed_rows"] for its, height in cases]
     assert f"| padded / routed rows | {' | '.join(f'{share:.3f}' for share in padded)} |" in text
 
-    def ms_of(shape: int, kernel: str, **options: object) -> str:
-        measured = of_shapes[shape]["measured"]
-        found = [row for row in measured if (row["kernel"], row["rows"]) == (kernel, 128)]
-        return next(f"{row['ms']:.3f}" for row in found if options.items() <= row["options"].items())
 
-    slow, fast = (ms_of(0, "input_gradient", stages=6, by_expert=order) for order in (False, True))
-    assert f"takes {slow} so and {fast} expert by expert" in text
-    ragged, plain = ms_of(1, "up_projection", ragged=True), ms_of(1, "up_projection", plain=True, flatten=False)
-    assert f"takes {ragged} and the plain twin, the\n  choice at 2048 rows, {plain}" in text
+def test_the_notes_hold_what_the_tiles_order_does() -> None:
+    text = NOTES.read_text(encoding="utf-8").split("## Few rows", 1)[1].split("\n## ", 1)[0]
+    kernels = {"up-projection, ragged": "up_projection", "down-projection": "down_projection", "dX": "input_gradient"}
+
+    def ms(shape: str, kernel: str, options: dict[str, Any]) -> str:
+        (found,) = (
+            row["ms"] for row in TUNED if (row["shape"], row["kernel"], row["options"]) == (shape, kernel, options)
+        )
+        return f"{found:.3f}"
+
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| .*\d", line)]
+    assert len(lines) > 5
+    for label, *cells in lines:
+        name, *shape = label.rsplit(", ", 5)
+        if kernels[name] == "up_projection":
+            orders: list[dict[str, Any]] = [{"block_n": 256, "ragged": True}]
+            orders.append(orders[0] | {"by_expert": True})
+        else:
+            orders = [{"by_expert": False}, {"by_expert": True}]
+        assert cells == [ms(",".join(shape), kernels[name], options) for options in orders], label
+    assert f"would take {ms('16384,4096,1024,512,8', 'up_projection', dict(PLAIN))}" in " ".join(text.split())
 
 
-def expert_rows(shape: str) -> int:
-    """Rows of an expert, on average."""
-    tokens, _, _, experts, k = map(int, shape.split(","))
-    return tokens * k // experts
+def test_the_notes_hold_that_whole_rows_make_no_difference_to_the_aggregation() -> None:
+    for shape in {row["shape"] for row in TUNED if row["kernel"] == "aggregation"}:
+        of = [row for row in TUNED if (row["shape"], row["kernel"]) == (shape, "aggregation") and "ms" in row]
+        own = next(row["ms"] for row in of if row["options"] is None)
+        assert min(row["ms"] for row in of) > 0.995 * own
 
 
 @pytest.mark.parametrize(
-    "choice", json.loads(TABLE.read_text())["choices"], ids=lambda c: f"{c['kernel']}-{c['width']}-{c['rows']}"
+    "choice", json.loads(TABLE.read_text())["choices"], ids=lambda c: f"{c['kernel']}-{c['d']}-{c['width']}-{c['rows']}"
 )
 def test_every_tuned_choice_was_faster_than_the_default(choice: dict[str, Any]) -> None:
-    of = [row for row in TUNED if all(row[key] == choice[key] for key in ("kernel", "d", "width"))]
-    if choice["kernel"] != "aggregation":
-        of = [row for row in of if expert_rows(row["shape"]) == choice["rows"]]
+    of = [row for row in TUNED if place(row) == place(choice)]
     # Two layers of one place: the last one counts.
     of = [row for row in of if row["shape"] == of[-1]["shape"]]
+    assert {row["commit"] for row in of} == {choice["commit"]}
     times = {json.dumps(row["options"], sort_keys=True): row["ms"] for row in of if "ms" in row}
-    chosen, default = (
-        times[json.dumps(old_name(choice["kernel"], options), sort_keys=True)] for options in (choice["options"], None)
-    )
+    chosen, default = times[json.dumps(choice["options"], sort_keys=True)], times["null"]
     if choice["options"] is None:
-        # Of what can be chosen today nothing was faster by more than the margin.
-        today = {json.dumps(old_name(choice["kernel"], its), sort_keys=True) for its in candidates_of(choice["kernel"])}
-        assert min(ms for name, ms in times.items() if name in today) > 0.99 * default
+        assert min(times.values()) >= (1 - MARGIN) * default
     else:
-        assert chosen < 0.99 * default
-    if choice["options"] == PLAIN:
-        assert chosen == min(times.values())
+        assert chosen == min(times.values()) and chosen < (1 - MARGIN) * default
 
 
 def test_the_notes_hold_what_launching_cost() -> None:

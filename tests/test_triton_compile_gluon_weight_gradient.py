@@ -102,6 +102,17 @@ def test_gathered_columns(up: bool, slice_columns: int, buffers: int) -> None:
     check(up, 4096, 256, options)
 
 
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "columns"])
+def test_gathered_columns_end_with_the_operand(rows: bool) -> None:
+    """A tile of 128 or 256 comes in parts: a width may fill some of them and yet end within the tile."""
+    options = kernels.Options() if rows else kernels.Options(256, 128, gathered_rows=False)
+    tile = options.gathered
+    for d in (11 * tile, 11 * tile + 64, 11 * tile + tile // 2, 11 * tile + 8):
+        ptx, _ = build(False, d, 712, options)
+        bounds = re.findall(rf"setp\.[lg][te]\.[su](?:32|64)[^;]* {d};", ptx)
+        assert bool(bounds) == (d % tile != 0), d
+
+
 def test_rows_that_consumers_cannot_share() -> None:
     with pytest.raises(ValueError, match="192 rows"):
         kernels.Options(gathered=192)

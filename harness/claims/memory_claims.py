@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.claims.hints import command
 from harness.claims.model import Finding
-from harness.claims.paper import BASELINES, Entry, PaperLayer, paper_layers
+from harness.claims.paper import MEMORY_BASELINES, Entry, PaperLayer, paper_layers
 from harness.claims.rows import GpuRows, Number, failure, memory
 from harness.claims.subjects import SUBJECTS, SWEEP, Part, measured, sentences, shape_of, unmeasured
 from harness.claims.verdicts import verdict
@@ -77,15 +77,15 @@ def memory_constant(rows: GpuRows, entry: Entry, subject: str) -> Finding:
 
 
 def memory_range(rows: GpuRows, entry: Entry, subject: str) -> Finding:
-    """Against the best of the paper's baselines that were measured; the one that is best in the paper's figure has to
-    be among them, since without it the number would flatter."""
+    """Against the best of the paper's baselines that were measured and whose memory compares (`MEMORY_BASELINES`); the
+    one that is best in the paper's figure has to be among them, since without it the number would flatter."""
     plugin = SUBJECTS[subject]
     parts: list[Part] = []
     found: list[Number] = []
     lacking: dict[str, int] = {}
     tried = ""
     for layer in paper_layers():
-        every = {name: reduction(rows, plugin, name, layer.shape) for name in BASELINES}
+        every = {name: reduction(rows, plugin, name, layer.shape) for name in MEMORY_BASELINES}
         of = {name: number for name, number in every.items() if number is not None}
         needed = plugin if _memory_of(rows, plugin, layer.shape) is None else layer.best_baseline
         if needed not in of:
@@ -93,7 +93,7 @@ def memory_range(rows: GpuRows, entry: Entry, subject: str) -> Finding:
             tried = tried or failure(rows.measurements(needed, layer.shape))
             continue
         best = min(of, key=lambda name: of[name].value)
-        parts.append((f"{layer.name}: against {BASELINES[best]}", of[best].value, None))
+        parts.append((f"{layer.name}: against {MEMORY_BASELINES[best]}", of[best].value, None))
         found.append(of[best])
     lines = [line for number in found for line in number.lines]
     if lacking:

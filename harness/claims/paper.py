@@ -27,6 +27,9 @@ BASELINES = {
     "deepgemm": "DeepGEMM-pt",
     "deepgemm_pp": "DeepGEMM++",
 }
+#: Those whose memory compares. DeepGEMM++ has SonicMoE's backward here and holds what SonicMoE holds; in the paper's
+#: Figure 13 it holds what DeepGEMM-pt does.
+MEMORY_BASELINES = {name: its for name, its in BASELINES.items() if name != "deepgemm_pp"}
 _TEXTS = ("id", "text", "unit", "measure", "source")
 _SIZES = ("T", "d", "n", "E", "K")
 
@@ -120,7 +123,8 @@ class PaperLayer:
     def best_baseline(self) -> str:
         """The plugin of the baseline that holds least here by the paper's figure."""
         return min(
-            (name for name, its in BASELINES.items() if its in self.gib), key=lambda name: self.gib[BASELINES[name]]
+            (name for name, its in MEMORY_BASELINES.items() if its in self.gib),
+            key=lambda name: self.gib[BASELINES[name]],
         )
 
 
