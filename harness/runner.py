@@ -328,6 +328,10 @@ class Runner:
             if worker is not None:
                 worker.close(patience_s=1.0)
 
+    def ended(self, job: Job) -> None:
+        """Tell that a job is done whose rows came from elsewhere."""
+        self._report("done", job, "")
+
     def spent(self, phases: Mapping[str, float]) -> None:
         """Account seconds by phase."""
         with self._lock:
