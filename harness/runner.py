@@ -412,7 +412,7 @@ class Runner:
                 "status": status,
                 "reason": reason,
                 "measured_on": measured_on,
-                "environment": {**self._machine[measured_on], **job.gpu},
+                "environment": {**self._machine[measured_on], **(job.gpu if measured_on == "cuda" else {})},
             }
             self.store(row)
 

@@ -13,6 +13,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from harness.devices import Gpu, HandOut, SeveralGpus, chosen_gpus, visible_gpus
 from harness.environment import GpuMonitor, environment
 from harness.errors import UserError
 from harness.process import WorkerProcess, WorkerStopped
-from harness.runner import Job, Work
+from harness.registry import load_registry
+from harness.runner import Job, Runner, Work
+from harness.timing import TimingSettings
 
 TWO = [Gpu(0, "GPU-aaaa", "NVIDIA H200"), Gpu(1, "GPU-bbbb", "NVIDIA H200")]
 Run = Callable[..., tuple[int, str, str]]
@@ -145,11 +148,6 @@ def test_two_gpus_measure_side_by_side_and_one_point_at_a_time(tmp_path: Path, m
         order = [count for uuid, count, *_ in sorted(events, key=lambda event: event[3]) if uuid == gpu.uuid]
         changes = [count for index, count in enumerate(order) if index == 0 or order[index - 1] != count]
         assert len(changes) == len(set(changes)), changes
-    # Rows without numbers, which this process writes, name the GPU as well.
-    for row in found:
-        if row["status"] != "ok":
-            assert {row["environment"]["gpu_uuid"]} == where[row["shape"]["T"]]
-            assert row["environment"]["gpu_index"] == [gpu.uuid for gpu in TWO].index(row["environment"]["gpu_uuid"])
 
     again = Console(file=io.StringIO(), width=200)
     session.run_sweeps(again, [str(sweep)], (), (), (), output=output, gpus="1", resume=True, dry_run=True)
@@ -185,6 +183,28 @@ def test_a_signal_ends_all_workers_in_order(moebench: MoeBench, tmp_path: Path) 
     found = rows(path)
     assert {row["shape"]["T"] for row in found} == {8, 16, 40} and {row["status"] for row in found} == {"ok"}
     assert len(found) == 6
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_row_without_numbers_names_the_gpu_of_its_job(tmp_path: Path, device: str) -> None:
+    point = replace(point_of("8,16,8,4,2", name="torch_loop"), device=device)
+    path = tmp_path / "rows.jsonl"
+    runner = Runner(
+        "t",
+        [Work("point", point, ("forward",))],
+        load_registry(),
+        path,
+        settings=TimingSettings(),
+        time_limit_s=5,
+        resume=False,
+        place=SeveralGpus(TWO),
+    )
+    (job,) = runner.jobs
+    job.refusal = ("unsupported", "a test")
+    runner.serve(HandOut([job]).to(TWO[1]))
+    (row,) = rows(path)
+    named = {key: row["environment"].get(key) for key in ("gpu_index", "gpu_uuid")}
+    assert named == ({"gpu_index": 1, "gpu_uuid": "GPU-bbbb"} if device == "cuda" else dict.fromkeys(named))
 
 
 # Which GPUs.
@@ -283,8 +303,6 @@ def test_without_a_gpu_one_line_says_so(command_line: Run, monkeypatch: pytest.M
 
 
 def jobs(*names: str, device: str = "cuda") -> list[Job]:
-    from dataclasses import replace
-
     points = [replace(point_of("8,16,8,4,2", name=name), device=device) for name in names]
     return [Job(Work("point", point, ("forward",)), {"forward": {"number": i}}) for i, point in enumerate(points)]
 
