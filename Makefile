@@ -37,7 +37,7 @@ reproduce: $(STAMP) $(if $(HAS_GPU),baselines)  ## measure what this machine can
 
 test: $(STAMP)  ## the test suite; no GPU needed
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --benchmark-disable
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .

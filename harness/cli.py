@@ -142,6 +142,12 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points with a time estimate.")] = False,
     output: RowsFolder = None,
     mode: Annotated[str, typer.Option(help="burst or sustained; default: the sweep's.")] = "",
+    gpus: Annotated[
+        str, typer.Option(help="all, or such as 0,1: one worker for each of these GPUs; default: the first GPU.")
+    ] = "",
+    ray: Annotated[
+        str, typer.Option(help="Run on a Ray cluster: its address, auto for the one here, local to start one.")
+    ] = "",
 ) -> None:
     """Measure sweeps; every outcome is a row in <output>/<sweep>.jsonl."""
     from harness.session import run_sweeps
@@ -149,7 +155,17 @@ def run(
     global _storing
     _storing = not dry_run
     failed = run_sweeps(
-        out, sweeps, only or [], skip or [], shape or [], resume=resume, dry_run=dry_run, output=output, mode=mode
+        out,
+        sweeps,
+        only or [],
+        skip or [],
+        shape or [],
+        resume=resume,
+        dry_run=dry_run,
+        output=output,
+        mode=mode,
+        gpus=gpus,
+        ray=ray,
     )
     if failed:
         raise typer.Exit(EXIT_FAILED_POINTS)

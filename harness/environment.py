@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -21,6 +22,9 @@ from harness.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 #: Names the commit where the checkout has no `.git`; a suffix ``-dirty`` marks uncommitted changes.
 COMMIT_VARIABLE = "MOEBENCH_COMMIT"
+
+#: Names the GPUs that CUDA shows to a process.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 #: Bits of NVML's clock event ("throttle") reasons, in words.
 THROTTLE_REASONS = {
@@ -43,8 +47,9 @@ def environment(measured_on: str, packages: Iterable[str] = (), initialise_cuda:
 
     Keys: ``measured_on``, ``gpu`` (name), ``driver``, ``cuda`` (torch's CUDA version), ``compute_capability``,
     ``sm_count``, ``l2_bytes``, ``gpu_memory_bytes``, ``torch``, ``triton``, ``python``, ``platform``, ``host`` (a short
-    hash), ``cpu``, ``cpu_threads``, ``packages`` (distribution -> version or None), ``commit``, ``dirty``. The caller
-    adds what it saw while sampling: ``sm_clock_mhz`` and ``power_w``.
+    hash), ``cpu``, ``cpu_threads``, ``packages`` (distribution -> version or None), ``commit``, ``dirty``; with
+    ``cuda`` also ``gpu_index`` (NVML's, as nvidia-smi counts) and ``gpu_uuid``. The caller adds what it saw while
+    sampling: ``sm_clock_mhz`` and ``power_w``.
 
     Args:
         measured_on: ``cuda``, ``cpu`` or ``fake``. CUDA is not touched with the last two.
@@ -78,6 +83,7 @@ def environment(measured_on: str, packages: Iterable[str] = (), initialise_cuda:
         "dirty": dirty,
     }
     if measured_on == "cuda":
+        found.update({"gpu_index": None, "gpu_uuid": None})
         found.update(_torch_gpu() if initialise_cuda else _nvml_gpu())
         found["driver"] = _driver_version()
     return found
@@ -95,7 +101,12 @@ def _torch_gpu() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # CUDA and NVML may count GPUs in another order; the UUID says which one CUDA took.
+    uuid = getattr(properties, "uuid", None)
+    monitor = GpuMonitor(None if uuid is None else str(uuid))
     return {
+        "gpu_index": monitor.index,
+        "gpu_uuid": monitor.uuid,
         "gpu": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "sm_count": properties.multi_processor_count,
@@ -106,7 +117,14 @@ def _torch_gpu() -> dict[str, Any]:
 
 def _nvml_gpu() -> dict[str, Any]:
     monitor = GpuMonitor()
-    return {"gpu": monitor.name, "gpu_memory_bytes": monitor.memory_bytes} if monitor.available else {}
+    if not monitor.available:
+        return {}
+    return {
+        "gpu": monitor.name,
+        "gpu_memory_bytes": monitor.memory_bytes,
+        "gpu_index": monitor.index,
+        "gpu_uuid": monitor.uuid,
+    }
 
 
 def gpu_name() -> str | None:
@@ -120,8 +138,7 @@ def _driver_version() -> str | None:
         import pynvml
 
         pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else str(version)
+        return _text(pynvml.nvmlSystemGetDriverVersion())
     except Exception:  # no NVML: the kernel module's own word, where there is one
         with contextlib.suppress(OSError):
             match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
@@ -165,10 +182,28 @@ def _git_state() -> tuple[str | None, bool | None]:
     return git("rev-parse", "HEAD"), None if status is None else bool(status)
 
 
+def visible_devices() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names, indices and UUIDs, as CUDA reads it: up to the first entry that names nothing.
+    None where it is not set, and so hides nothing."""
+    given = os.environ.get(VISIBLE)
+    if given is None:
+        return None
+    parts = [part.strip() for part in given.split(",")]
+    return list(itertools.takewhile(lambda part: part.isdigit() or part.startswith(("GPU-", "MIG-")), parts))
+
+
+def _text(answer: bytes | str) -> str:
+    """NVML's older bindings answer in bytes."""
+    return answer.decode() if isinstance(answer, bytes) else str(answer)
+
+
 class GpuMonitor:
     """Clock, power, temperature and throttle reasons of one GPU through NVML; initialises no CUDA.
 
     Without NVML or a GPU it still works: ``available`` is False, ``reason`` says why, and samples hold None.
+
+    Attributes:
+        index: NVML's, which is nvidia-smi's.
     """
 
     def __init__(self, uuid: str | None = None) -> None:
@@ -181,6 +216,8 @@ class GpuMonitor:
         self.reason: str | None = None
         self.name: str | None = None
         self.memory_bytes: int | None = None
+        self.index: int | None = None
+        self.uuid: str | None = None
         self._handle: Any = None
         self._nvml: Any = None
         try:
@@ -191,8 +228,7 @@ class GpuMonitor:
         try:
             pynvml.nvmlInit()
             self._handle = self._open(pynvml, uuid)
-            name = pynvml.nvmlDeviceGetName(self._handle)
-            self.name = name.decode() if isinstance(name, bytes) else str(name)
+            self.name = _text(pynvml.nvmlDeviceGetName(self._handle))
         except Exception as error:  # every NVML failure means the same here: nothing to see
             self.reason = f"NVML cannot reach the GPU: {error}"
             self._handle = None
@@ -201,19 +237,25 @@ class GpuMonitor:
         self.available = True
         memory = self._ask("nvmlDeviceGetMemoryInfo")
         self.memory_bytes = int(memory.total) if memory is not None else None
+        self.index = self._ask("nvmlDeviceGetIndex")
+        found = self._ask("nvmlDeviceGetUUID")
+        self.uuid = None if found is None else _text(found)
 
     @staticmethod
     def _open(nvml: Any, uuid: str | None) -> Any:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-        if uuid is None and visible and not visible.isdigit():
+        if uuid is None:
+            named = visible_devices()
+            if named is not None and not named:
+                raise RuntimeError("CUDA_VISIBLE_DEVICES hides every GPU")
+            visible = named[0] if named else "0"
+            if visible.isdigit():
+                return nvml.nvmlDeviceGetHandleByIndex(int(visible))
             uuid = visible
-        if uuid is not None:
-            full = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-            try:
-                return nvml.nvmlDeviceGetHandleByUUID(full)
-            except TypeError:  # older bindings want bytes
-                return nvml.nvmlDeviceGetHandleByUUID(full.encode())
-        return nvml.nvmlDeviceGetHandleByIndex(int(visible) if visible else 0)
+        full = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(full)
+        except TypeError:  # older bindings want bytes
+            return nvml.nvmlDeviceGetHandleByUUID(full.encode())
 
     def _ask(self, function: str, *arguments: Any) -> Any:
         try:

@@ -64,6 +64,8 @@ class Context:
     overhead: dict[str, float] = field(default_factory=dict)
     #: Seconds of every phase of the current job, the harness's own and the others.
     phases: dict[str, float] = field(default_factory=dict)
+    #: By pass, the times in ms whose median a row of the current job holds: ``device_ms``, on a CPU ``latency_ms``.
+    samples: dict[str, list[float]] = field(default_factory=dict)
     _current: tuple[str, float] | None = None
 
     def phase(self, name: str) -> None:
@@ -78,7 +80,7 @@ class Context:
 
     def begin_job(self) -> None:
         """Forget the last job's accounts."""
-        self.overhead, self.phases, self._current = {}, {}, None
+        self.overhead, self.phases, self.samples, self._current = {}, {}, {}, None
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -276,7 +278,8 @@ def measure_point(
     rates = rates_of(str(machine.get("gpu") or ""))
     for pass_ in passes:
         row: Row = {**bases[pass_], **common, "timestamp": utc_now(), "status": "ok", "reason": ""}
-        latency = {**summarise(host.of(pass_)), "mode": settings.mode}
+        context.samples[pass_] = host.of(pass_)
+        latency = {**summarise(context.samples[pass_]), "mode": settings.mode}
         row["latency_ms"] = latency
         row["stop_criterion"] = host.stop_criterion
         row["dropped_samples"] = _dropped([s for s in (host, device) if s is not None])
@@ -288,8 +291,9 @@ def measure_point(
         if on_cuda:
             busy_of_pass = _of_pass(busy, pass_)
             row["busy_ms"] = _interval_only(busy_of_pass)
+            context.samples[pass_] = busy_of_pass if device is None else device.of(pass_)
             if device is not None:
-                row["device_ms"] = {**_interval_only(device.of(pass_)), "basis": "graph"}
+                row["device_ms"] = {**_interval_only(context.samples[pass_]), "basis": "graph"}
                 row["stop_criterion"] = device.stop_criterion
             else:
                 row["device_ms"] = {**row["busy_ms"], "basis": "busy", "basis_reason": basis_reason}

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 #: Seconds that a worker may take to import torch and the plugins.
@@ -32,6 +33,10 @@ class WorkerTimeout(Exception):
     """The worker did not finish its job in time."""
 
 
+class WorkerStopped(Exception):
+    """The run ends: whoever waits for the worker is to give up, without a word about its job."""
+
+
 class WorkerStartError(Exception):
     """The worker did not come up; the message holds what it printed last."""
 
@@ -39,7 +44,13 @@ class WorkerStartError(Exception):
 class WorkerProcess:
     """A `harness.worker` in its own process group, its output in a temporary file."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None, stop: threading.Event | None = None) -> None:
+        """
+        Args:
+            environment: variables that the worker gets beside those of this process.
+            stop: once set, whoever waits for the worker gets `WorkerStopped`.
+        """
+        self._stop = stop
         self._log = tempfile.TemporaryFile()
         read, write = os.pipe()
         started = time.perf_counter()
@@ -50,7 +61,7 @@ class WorkerProcess:
             stderr=self._log,
             pass_fds=(write,),
             start_new_session=True,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})},
         )
         os.close(write)
         self._events = read
@@ -80,6 +91,8 @@ class WorkerProcess:
             while b"\n" in self._buffer:
                 line, self._buffer = self._buffer.split(b"\n", 1)
                 yield json.loads(line)
+            if self._stop is not None and self._stop.is_set():
+                raise WorkerStopped
             left = deadline - time.monotonic()
             # In slices: a signal that arrives just before the wait begins, or in another thread, does not end it, and
             # its handler runs only between two of them.
@@ -99,6 +112,7 @@ class WorkerProcess:
 
         Raises:
             WorkerDied, WorkerTimeout: the job did not finish; rows yielded so far are good.
+            WorkerStopped: the run ends.
         """
         self._job_start = os.fstat(self._log.fileno()).st_size
         self.phase = "start"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from harness import accounts, store
 from harness.environment import environment, gpu_name, package_version
@@ -95,6 +96,8 @@ class Job:
     bases: dict[str, dict[str, Any]]
     #: Why it will not run here, as (status, reason); None where it will.
     refusal: tuple[str, str] | None = None
+    #: Of the row's environment, what names the GPU that the job was handed to, where there are several.
+    gpu: dict[str, Any] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -121,6 +124,17 @@ class Summary:
         return sum(self.statuses[status] for status in FAILED)
 
 
+class Place(Protocol):
+    """Where a sweep's jobs run, if not one after another on this machine's first GPU."""
+
+    @property
+    def gpu(self) -> str | None:
+        """The name of the GPUs, which are of one model; None where there is none."""
+
+    def run(self, runner: Runner) -> None:
+        """Run every job of ``runner.jobs`` once."""
+
+
 class Runner:
     """Plans and runs the works of one sweep into one results file."""
 
@@ -134,6 +148,7 @@ class Runner:
         settings: TimingSettings,
         time_limit_s: float,
         resume: bool,
+        place: Place | None = None,
     ) -> None:
         self.sweep = sweep
         self.registry = registry
@@ -143,7 +158,11 @@ class Runner:
         self.run_id = f"{utc_now()[:19].replace(':', '').replace('-', '')}-{uuid.uuid4().hex[:6]}"
         self.summary = Summary()
         self._report: Callable[[str, Job, str], None] = lambda event, job, text: None
-        self._gpu = gpu_name()
+        self._samples: Callable[[dict[str, Any], list[float]], None] = lambda row, samples: None
+        # Jobs may run side by side, each in a thread of its own.
+        self._lock = threading.RLock()
+        self._place = place
+        self._gpu = gpu_name() if place is None else place.gpu
         self._machine: dict[str, dict[str, Any]] = {}
         # A group's works run together, in the order in which the sweep names the groups.
         groups: dict[tuple[str, ...], list[Work]] = defaultdict(list)
@@ -164,7 +183,17 @@ class Runner:
 
     def on_event(self, report: Callable[[str, Job, str], None]) -> None:
         """Call ``report(event, job, text)`` as a job starts, enters a phase (its name is the text) and is done."""
-        self._report = report
+
+        def one_at_a_time(event: str, job: Job, text: str) -> None:
+            with self._lock:
+                report(event, job, text)
+
+        self._report = one_at_a_time
+
+    def on_samples(self, take: Callable[[dict[str, Any], list[float]], None]) -> None:
+        """Call ``take(row, samples)`` with each row of a measurement that has numbers, and the times in ms whose median
+        is its ``device_ms`` (on a CPU its ``latency_ms``)."""
+        self._samples = take
 
     def _done(self) -> set[str]:
         if not self.output.exists():
@@ -247,11 +276,26 @@ class Runner:
     def run(self) -> Summary:
         """Run every job; rows are in the file as soon as they exist, whatever ends the run."""
         start = time.perf_counter()
+        try:
+            if self._place is None:
+                self.serve(self.jobs)
+            else:
+                self._place.run(self)
+        finally:
+            self.summary.seconds = time.perf_counter() - start
+        return self.summary
+
+    def serve(self, jobs: Iterable[Job], start_worker: Callable[[], WorkerProcess] | None = None) -> None:
+        """Run jobs one after another; neighbours of one group share a worker process.
+
+        Args:
+            start_worker: default: `WorkerProcess`.
+        """
         worker: WorkerProcess | None = None
         worker_group: tuple[str, ...] = ()
         start_share = 0.0
         try:
-            for job in self.jobs:
+            for job in jobs:
                 if job.refusal:
                     self._fail(job, list(job.bases), *job.refusal)
                     self._report("done", job, job.refusal[0])
@@ -265,8 +309,8 @@ class Runner:
                 while True:
                     if worker is None:
                         try:
-                            worker = WorkerProcess()
-                            self.summary.phases["process start"] += worker.start_s
+                            worker = WorkerProcess() if start_worker is None else start_worker()
+                            self.spent({"process start": worker.start_s})
                         except WorkerStartError as error:
                             self._fail(job, list(job.bases), "crashed", f"the worker process did not start: {error}")
                             break
@@ -283,8 +327,16 @@ class Runner:
         finally:
             if worker is not None:
                 worker.close(patience_s=1.0)
-            self.summary.seconds = time.perf_counter() - start
-        return self.summary
+
+    def ended(self, job: Job) -> None:
+        """Tell that a job is done whose rows came from elsewhere."""
+        self._report("done", job, "")
+
+    def spent(self, phases: Mapping[str, float]) -> None:
+        """Account seconds by phase."""
+        with self._lock:
+            for name, seconds in phases.items():
+                self.summary.phases[name] += seconds
 
     def _run_job(self, worker: WorkerProcess, job: Job, allow_graph: bool, start_share: float) -> tuple[bool, bool]:
         """Run one job; returns (is the worker still good, run the job again without graphs)."""
@@ -313,12 +365,11 @@ class Runner:
                         left.remove(row["pass"])
                         if "overhead_s" in row:
                             row["overhead_s"]["process_start"] = round(start_share, 4)
-                        self._store(row)
+                        self.store(row, event.get("samples", ()))
                 elif kind == "failed":
                     failed = event
                 elif kind == "done":
-                    for name, seconds in event["phases"].items():
-                        self.summary.phases[name] += seconds
+                    self.spent(event["phases"])
                     if (
                         failed
                         and work.kind == "ratio"
@@ -350,8 +401,9 @@ class Runner:
         measured_on = "fake" if work.kind == "fake" else work.point.device
         if measured_on == "cuda" and self._gpu is None:
             measured_on = "cpu"
-        if measured_on not in self._machine:
-            self._machine[measured_on] = environment(measured_on, (), initialise_cuda=False)
+        with self._lock:
+            if measured_on not in self._machine:
+                self._machine[measured_on] = environment(measured_on, (), initialise_cuda=False)
         for pass_ in passes:
             row = {
                 **job.bases[pass_],
@@ -360,9 +412,16 @@ class Runner:
                 "status": status,
                 "reason": reason,
                 "measured_on": measured_on,
-                "environment": self._machine[measured_on],
+                "environment": {**self._machine[measured_on], **(job.gpu if measured_on == "cuda" else {})},
             }
+            self.store(row)
+
+    def store(self, row: dict[str, Any], samples: Sequence[float] = ()) -> None:
+        """Write a row into the file and count it."""
+        with self._lock:
             self._store(row)
+            if samples:
+                self._samples(row, list(samples))
 
     def _store(self, row: dict[str, Any]) -> None:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from harness.interface import Point
 from harness.operations import get_operation
 from harness.record import MODES, gpu_slug
 from harness.registry import ROOT, Registry, load_registry
-from harness.runner import FAILED, Job, Runner, Summary, Work
+from harness.runner import FAILED, Job, Place, Runner, Summary, Work
 from harness.sweep import Sweep, load_sweep
 from harness.timing import TimingSettings
 
@@ -53,13 +54,13 @@ def _passes(point: Point, wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(pass_ for pass_ in wanted if pass_ in get_operation(point.operation).passes)
 
 
-def results_folder(output: Path | None) -> Path:
+def results_folder(output: Path | None, place: Place | None = None) -> Path:
     """Where rows go: the folder asked for, else one that git ignores, named after the GPU (or ``cpu``)."""
     if output is not None:
         if output.exists() and not output.is_dir():
             raise UserError(f"--output {output}: is a file; name a folder")
         return output
-    name = gpu_name()
+    name = gpu_name() if place is None else place.gpu
     return RESULTS / "local" / (gpu_slug(name) if name else "cpu")
 
 
@@ -75,30 +76,75 @@ def run_sweeps(
     output: Path | None = None,
     mode: str = "",
     figures: bool = True,
+    gpus: str = "",
+    ray: str = "",
 ) -> int:
     """Run sweeps one after another, then draw the figures that they name; returns how many rows failed.
 
     Args:
         figures: with False, nothing is drawn.
+        gpus: run on these GPUs of this machine side by side (see `harness.devices.chosen_gpus`).
+        ray: run on this Ray cluster (see `harness.cluster.connect`).
     """
+    with _place(gpus, ray) as place:
+        return _run_sweeps(
+            out, names, only, skip, shapes, resume=resume, dry_run=dry_run, output=output, mode=mode, figures=figures,
+            place=place,
+        )  # fmt: skip
+
+
+@contextmanager
+def _place(gpus: str, ray: str) -> Iterator[Place | None]:
+    """Where jobs run; None: one after another on this machine's first GPU."""
+    if gpus and ray:
+        raise UserError("--gpus and --ray: leave one of both out; Ray hands out its cluster's GPUs by itself")
+    if gpus:
+        from harness import devices
+
+        chosen = devices.chosen_gpus(gpus)
+        with devices.only(chosen):
+            yield devices.SeveralGpus(chosen)
+    elif ray:
+        from harness import cluster
+
+        with cluster.connect(ray) as connected:
+            yield connected
+    else:
+        yield None
+
+
+def _run_sweeps(
+    out: Console,
+    names: Sequence[str],
+    only: Sequence[str],
+    skip: Sequence[str],
+    shapes: Sequence[str],
+    *,
+    resume: bool,
+    dry_run: bool,
+    output: Path | None,
+    mode: str,
+    figures: bool,
+    place: Place | None,
+) -> int:
     if mode and mode not in MODES:
         raise UserError(f"--mode {mode}: choose from {', '.join(MODES)}")
     registry = load_registry()
     # All of them are read before the first one runs: a typing error must not surface after an hour.
     whole = [load_sweep(name, registry) for name in names]
     loaded = [sweep.filter(only, skip, shapes) for sweep in whole]
-    folder = results_folder(output)
+    folder = results_folder(output, place)
     drawn = list(dict.fromkeys(sweep.figure for sweep in loaded if sweep.figure)) if figures and not dry_run else []
     target = folder / "figures"
     if not dry_run:
-        _check_gpu(whole, loaded)
+        _check_gpu(whole, loaded, gpu_name() if place is None else place.gpu)
     if drawn and target.exists() and not target.is_dir():
         raise UserError(f"{target}: is not a folder, but figures go there; move it, or name another folder by --output")
     # A commit that is named wrongly must not turn every row into a failure.
     environment("fake")
     failed = 0
     for sweep in loaded:
-        failed += run_sweep(out, sweep, registry, folder / f"{sweep.name}.jsonl", resume, dry_run, mode)
+        failed += run_sweep(out, sweep, registry, folder / f"{sweep.name}.jsonl", resume, dry_run, mode, place)
     for name in drawn:
         # The rows are what counts: they are stored, and a figure can be drawn again.
         try:
@@ -110,9 +156,9 @@ def run_sweeps(
     return failed
 
 
-def _check_gpu(whole: Sequence[Sweep], loaded: Sequence[Sweep]) -> None:
+def _check_gpu(whole: Sequence[Sweep], loaded: Sequence[Sweep], gpu: str | None) -> None:
     """Refuse sweeps of which nothing can run here. ``whole``: the same sweeps before the filters."""
-    if gpu_name() is not None:
+    if gpu is not None:
         return
 
     def needs_gpu(sweep: Sweep) -> bool:
@@ -131,7 +177,14 @@ def _check_gpu(whole: Sequence[Sweep], loaded: Sequence[Sweep]) -> None:
 
 
 def run_sweep(
-    out: Console, sweep: Sweep, registry: Registry, path: Path, resume: bool, dry_run: bool, mode: str = ""
+    out: Console,
+    sweep: Sweep,
+    registry: Registry,
+    path: Path,
+    resume: bool,
+    dry_run: bool,
+    mode: str = "",
+    place: Place | None = None,
 ) -> int:
     """Run one sweep into ``path``; returns how many rows failed."""
     options = replace(sweep.options, mode=mode) if mode else sweep.options
@@ -147,6 +200,7 @@ def run_sweep(
         settings=TimingSettings(**options.settings()),
         time_limit_s=options.time_limit_s,
         resume=resume,
+        place=place,
     )
     if dry_run:
         _print_plan(out, sweep, runner)
@@ -174,7 +228,9 @@ def run_sweep(
                 progress.update(task, advance=job.seconds, jobs=f"{finished}/{len(runner.jobs)}")
             else:
                 phase = f" · {text}" if text else ""
-                progress.update(task, description=escape(f"{job.work.title}{phase}"))
+                index = job.gpu.get("gpu_index")
+                where = "" if index is None else f"GPU {index} · "
+                progress.update(task, description=escape(f"{where}{job.work.title}{phase}"))
 
         runner.on_event(report)
         summary = runner.run()

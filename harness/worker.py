@@ -87,7 +87,7 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             implementation = plugins.get(point.implementation)
             rows = measure_point(point, passes, implementation, bases, context, job["allow_graph"])
         for row in rows:
-            events.send("row", row=row)
+            events.send("row", row=row, samples=context.samples.get(row["pass"], []))
             sent.add(row["pass"])
     except torch.OutOfMemoryError as error:
         status, reason = "out_of_memory", describe(error).split(" Tried to allocate")[0] + _tried(error)
