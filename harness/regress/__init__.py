@@ -87,7 +87,7 @@ def regress(
     registry = load_registry()
     sweep = load_sweep(SWEEP, registry)
     asked = asked_of(sweep)
-    run = _Run(out, registry, results_folder(output) / f"{SWEEP}.jsonl")
+    run = Run(out, registry, results_folder(output) / f"{SWEEP}.jsonl")
     if update:
         rows = run.measure(replace(sweep, points=sweep.points * repeat))
         made = new_baseline(asked, rows, known, given, gpu)
@@ -98,7 +98,7 @@ def regress(
         return 0
     assert known is not None
     rows = run.measure(replace(sweep, points=sweep.points * repeat, ratios=[]))
-    findings = _judge(run, sweep, asked, known, given, rows)
+    findings = judged(run, sweep, asked, known, given, rows)
     report = outputs.Report(
         gpu=gpu,
         path=_shown(path),
@@ -121,7 +121,7 @@ def _shown(path: Path) -> str:
     return str(whole.relative_to(ROOT)) if whole.is_relative_to(ROOT) else str(path)
 
 
-class _Run:
+class Run:
     """Measures sweeps made in code into one file and hands back the rows of each."""
 
     def __init__(self, out: Console, registry: Registry, path: Path) -> None:
@@ -151,8 +151,8 @@ class _Run:
         return dict(found)
 
 
-def _judge(
-    run: _Run,
+def judged(
+    run: Run,
     sweep: Sweep,
     asked: Sequence[Asked],
     known: Baseline,
@@ -188,7 +188,7 @@ def _judge(
     return findings
 
 
-def _look_again(run: _Run, sweep: Sweep, suspicious: Sequence[tuple[Finding, BaselinePoint, Asked]]) -> None:
+def _look_again(run: Run, sweep: Sweep, suspicious: Sequence[tuple[Finding, BaselinePoint, Asked]]) -> None:
     """Measure suspicious points against the bound, call by call, so that what the clock does cancels; points without a
     reference once more by themselves."""
     passes: dict[RatioPoint, list[str]] = defaultdict(list)

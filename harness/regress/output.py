@@ -158,35 +158,37 @@ def terminal(out: Console, report: Report) -> None:
     out.print(f"[{colour}]{escape(one_line(plain(report.verdict)))}[/]", highlight=False, soft_wrap=True)
 
 
-def as_json(report: Report) -> str:
-    """Everything, for programs: times in ms, kernels in microseconds, changes as fractions."""
+def as_dict(found: Finding) -> dict[str, Any]:
+    """A finding in JSON types: times in ms, kernels in microseconds, changes as fractions."""
 
     def interval(value: Interval | None) -> dict[str, Any] | None:
         return None if value is None else {"median": value.median, "ci95": [value.low, value.high]}
 
-    def finding(found: Finding) -> dict[str, Any]:
-        look = found.second
-        return {
-            "what": found.what,
-            "key": found.key,
-            "outcome": found.outcome,
-            "failing": found.failing,
-            "reason": found.reason,
-            "threshold": str(found.threshold) if found.threshold else None,
-            "change": _change(found),
-            "now_ms": interval(found.now),
-            "baseline_ms": interval(found.before),
-            "second_look": None
-            if look is None
-            else {
-                "how": look.how,
-                "change": change(look.now, look.before),
-                "now": interval(look.now),
-                "baseline": interval(look.before),
-            },
-            "kernels": [{"name": one.name, "us": one.now, "baseline_us": one.before} for one in found.kernels],
-        }
+    look = found.second
+    return {
+        "what": found.what,
+        "key": found.key,
+        "outcome": found.outcome,
+        "failing": found.failing,
+        "reason": found.reason,
+        "threshold": str(found.threshold) if found.threshold else None,
+        "change": _change(found),
+        "now_ms": interval(found.now),
+        "baseline_ms": interval(found.before),
+        "second_look": None
+        if look is None
+        else {
+            "how": look.how,
+            "change": change(look.now, look.before),
+            "now": interval(look.now),
+            "baseline": interval(look.before),
+        },
+        "kernels": [{"name": one.name, "us": one.now, "baseline_us": one.before} for one in found.kernels],
+    }
 
+
+def as_json(report: Report) -> str:
+    """Everything, for programs."""
     data = {
         "schema": SCHEMA,
         "verdict": report.verdict,
@@ -201,7 +203,7 @@ def as_json(report: Report) -> str:
         },
         "repeat": report.repeat,
         "warnings": list(report.warnings),
-        "points": [finding(found) for found in [*report.failing, *report.notable, *_same(report)]],
+        "points": [as_dict(found) for found in [*report.failing, *report.notable, *_same(report)]],
     }
     # As ASCII it holds whatever a reason has in it, lone surrogates too.
     return json.dumps(data, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
