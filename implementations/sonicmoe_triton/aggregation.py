@@ -33,15 +33,17 @@ UNROLLED_K = tl.constexpr(64)
 
 
 class Options(NamedTuple):
-    """A program that takes one token's whole rows, in place of a part of several tokens' columns.
+    """What differs from the kernel's own choice.
 
     Attributes:
-        warps: of the program.
-        rows: how many of the token's K rows are loaded at once, a power of two.
+        warps: of a program that takes one token's whole rows; 0: one that takes a part of several tokens' columns.
+        rows: how many of the token's K rows it loads at once, a power of two; counts with ``warps``.
+        hint: to the cache about rows; ``evict_first``: they are not read again.
     """
 
-    warps: int
-    rows: int
+    warps: int = 0
+    rows: int = 0
+    hint: str = "evict_first"
 
 
 @triton.jit
@@ -131,13 +133,14 @@ def configuration(
     k: int | None, d: int, element_size: int, options: Options | None = None
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The kernel's sizes, and what its launch is told. ``k``: as for `rows_at_once`."""
-    if options is not None:
+    options = options or Options()
+    hints = {"HINT": options.hint, "STORE": ""}
+    if options.warps:
         rows = options.rows if k is None else min(options.rows, next_power_of_2(k))
-        whole = {"BLOCK_D": next_power_of_2(d), "ROWS": rows, "TOKENS": 1, "HINT": "evict_first", "STORE": ""}
-        return whole, {"num_warps": options.warps}
+        return {"BLOCK_D": next_power_of_2(d), "ROWS": rows, "TOKENS": 1, **hints}, {"num_warps": options.warps}
     block_d, across = column_block(d, element_size)
     rows = rows_at_once(k)
-    sizes = {"BLOCK_D": block_d, "ROWS": rows, "HINT": "evict_first", "STORE": ""}
+    sizes = {"BLOCK_D": block_d, "ROWS": rows, **hints}
     if k is None:  # a program of several tokens would take as long as its longest
         return {**sizes, "TOKENS": 1}, {"num_warps": across}
     # Without a limit the assembler aims at fewer registers and issues half of the loads after the first sums.

@@ -87,6 +87,9 @@ CANDIDATES: dict[str, list[Candidate]] = {
 AGGREGATIONS: list[Candidate] = [
     DEFAULT,
     *({"warps": warps, "rows": rows} for warps in (4, 8) for rows in (1, 2, 4, 8)),
+    # Launches that repeat on the same rows flatter these: to be taken only where a whole layer is faster with them.
+    {"hint": ""},
+    *({"warps": 8, "rows": rows, "hint": ""} for rows in (4, 8)),
 ]
 Launch = Callable[[Candidate], Sequence[Tensor]]
 
@@ -127,7 +130,7 @@ class Layer:
             (self._y,) = self.launches()[tiles.DOWN_PROJECTION](PLAIN)
         if candidate is not DEFAULT:
             options = Options(**candidate)
-            if configuration(self.shape.K, self.shape.d, 2, options)[0]["ROWS"] != options.rows:
+            if options.warps and configuration(self.shape.K, self.shape.d, 2, options)[0]["ROWS"] != options.rows:
                 raise ValueError(f"a token has {self.shape.K} rows")
             return [aggregate(self._y, self.routing, weights=self.row_scores, options=options)]
         return [aggregate(self._y, self.routing, weights=self.row_scores)]
