@@ -15,6 +15,7 @@ from test_routed_experts import OPERATION, DenseExperts, routed
 from torch import Tensor
 
 from harness import measure, store
+from harness.correctness import forward_backward
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
 from harness.measure import Context, measure_point, measure_ratio
 from harness.problem import make_problem
@@ -97,9 +98,13 @@ def ratio(monkeypatch: pytest.MonkeyPatch, seen: list[Sequence[Problem]]) -> Rat
         def __init__(self, layer: Layer, problems: Sequence[Problem], evict: object) -> None:
             seen.append(problems)
             self.time = 1.0 + len(seen)
+            self.layer, self.problem = layer, problems[0]
 
         def __call__(self, index: int) -> tuple[float, float]:
             return self.time + index, 2 * self.time
+
+        def outputs(self) -> tuple[Any, Sequence[Any]]:
+            return forward_backward(self.layer, self.problem.x, self.problem.grad_output)
 
     class OnCpu(Context):
         def start_cuda(self) -> None:
