@@ -1,8 +1,9 @@
-"""One worker process: start it, send a job, read its events until a deadline, end it with all its children."""
+"""One worker process: start it, send a job, read its events until a deadline, end it with all that it has started."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -11,21 +12,40 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from harness import descendants
+from harness.errors import printable
 
 #: Seconds that a worker may take to import torch and the plugins.
 START_LIMIT_S = 180.0
+#: Seconds that the system may take to end a process; one that hangs in a driver ends when the driver lets it.
+END_LIMIT_S = 30.0
 #: The longest wait that no signal's handler interrupts.
 WAIT_SLICE_S = 0.2
+#: Bytes of what workers print that are kept, and how many there may be before the rest is dropped.
+LOG_KEPT, LOG_LIMIT = 1 << 16, 1 << 26
 
 
 class WorkerDied(Exception):
-    """The worker ended without finishing its job. ``exit_code`` is negative for a signal."""
+    """The worker ended without finishing its job.
 
-    def __init__(self, exit_code: int | None) -> None:
-        super().__init__(f"worker ended with code {exit_code}")
+    Attributes:
+        exit_code: negative for a signal; None where it has not ended but cannot be understood.
+        status: of the rows that this leaves without numbers: ``out_of_memory`` or ``crashed``.
+        how: how it ended, in words.
+    """
+
+    def __init__(self, exit_code: int | None, out_of_memory: bool = False, how: str = "") -> None:
         self.exit_code = exit_code
+        self.status = "out_of_memory" if out_of_memory else "crashed"
+        self.how = how or describe_exit(exit_code)
+        if out_of_memory:
+            self.how += ": the host's memory was used up, and the kernel took it"
+        super().__init__(f"worker died: {self.how}")
 
 
 class WorkerTimeout(Exception):
@@ -37,28 +57,22 @@ class WorkerStartError(Exception):
 
 
 class WorkerProcess:
-    """A `harness.worker` in its own process group, its output in a temporary file."""
+    """A `harness.worker` in its own session, its output in a temporary file."""
 
     def __init__(self) -> None:
-        self._log = tempfile.TemporaryFile()
-        read, write = os.pipe()
+        self._mark = uuid.uuid4().hex
         started = time.perf_counter()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.worker", "--events", str(write)],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=(write,),
-            start_new_session=True,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-        )
-        os.close(write)
-        self._events = read
+        try:
+            self._start()
+        except OSError as error:
+            raise WorkerStartError(f"the system refuses: {error}") from error
         self._selector = selectors.DefaultSelector()
-        self._selector.register(read, selectors.EVENT_READ)
+        self._selector.register(self._events, selectors.EVENT_READ)
         self._buffer = b""
         self.phase = "start"
+        self._served = 0
         self._job_start = 0
+        self._oom_kills = oom_kills()
         try:
             self._wait_ready()
         except (WorkerDied, WorkerTimeout) as error:
@@ -70,6 +84,28 @@ class WorkerProcess:
             raise
         self.start_s = time.perf_counter() - started
 
+    def _start(self) -> None:
+        with contextlib.ExitStack() as undo:
+            self._log = undo.enter_context(tempfile.TemporaryFile(buffering=0))
+            # So that writing goes on at the end after the file has been cut.
+            flags = fcntl.fcntl(self._log, fcntl.F_GETFL)
+            fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)
+            self._events, write = os.pipe()
+            undo.callback(os.close, self._events)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "harness.worker", "--events", str(write)],
+                    stdin=subprocess.PIPE,
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=(write,),
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONFAULTHANDLER": "1", descendants.MARK_VARIABLE: self._mark},
+                )
+            finally:
+                os.close(write)
+            undo.pop_all()
+
     def _wait_ready(self) -> None:
         for event in self._read(time.monotonic() + START_LIMIT_S):
             if event["event"] == "ready":
@@ -79,20 +115,45 @@ class WorkerProcess:
         while True:
             while b"\n" in self._buffer:
                 line, self._buffer = self._buffer.split(b"\n", 1)
-                yield json.loads(line)
+                yield self._event(line)
+            self._cut_log()
             left = deadline - time.monotonic()
             # In slices: a signal that arrives just before the wait begins, or in another thread, does not end it, and
             # its handler runs only between two of them.
             if left <= 0 or not self._selector.select(min(left, WAIT_SLICE_S)):
+                # A process that the plugin has left may hold the pipe open, so that its end never comes.
+                if self._process.poll() is not None and not self._selector.select(0):
+                    raise self._death()
                 if time.monotonic() >= deadline:
                     raise WorkerTimeout
                 continue
             chunk = os.read(self._events, 1 << 16)
             if not chunk:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=30)
-                raise WorkerDied(self._process.poll())
+                raise self._death()
             self._buffer += chunk
+
+    def _event(self, line: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if not (isinstance(event, dict) and isinstance(event.get("event"), str)):
+            # A plugin that writes to descriptors which are not its own.
+            told = printable(line[:60].decode(errors="replace"))
+            raise WorkerDied(None, how=f"where the harness expects an event it wrote: {told}")
+        return event
+
+    def _death(self) -> WorkerDied:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=END_LIMIT_S)
+        code = self._process.poll()
+        killed = code == -signal.SIGKILL
+        return WorkerDied(code, out_of_memory=killed and oom_kills() > self._oom_kills)
+
+    @property
+    def died_before_job(self) -> bool:
+        """Of a worker that has died: did it do so after an earlier job, before the current one had begun?"""
+        return self._served > 0 and self.phase == "start"
 
     def run(self, job: dict[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
         """Send a job and yield its events, ``done`` last.
@@ -101,49 +162,72 @@ class WorkerProcess:
             WorkerDied, WorkerTimeout: the job did not finish; rows yielded so far are good.
         """
         self._job_start = os.fstat(self._log.fileno()).st_size
+        self._oom_kills = oom_kills()
         self.phase = "start"
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise WorkerDied(self._process.poll()) from None
+            raise self._death() from None
         for event in self._read(time.monotonic() + limit_s):
             if event["event"] == "phase":
                 self.phase = event["name"]
             yield event
             if event["event"] == "done":
+                self._served += 1
                 return
+
+    def _cut_log(self) -> None:
+        """Forget the beginning of what was printed, before it fills the disk."""
+        size = os.fstat(self._log.fileno()).st_size
+        if size > LOG_LIMIT:
+            tail = os.pread(self._log.fileno(), LOG_KEPT, size - LOG_KEPT)
+            os.ftruncate(self._log.fileno(), 0)
+            self._log.write(tail)
+            self._job_start = 0
 
     def log_tail(self, lines: int = 12, limit: int = 1500) -> str:
         """The last lines that the current job printed."""
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._job_start, size - 16384)
-        text = os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
+        text = printable(os.pread(self._log.fileno(), size - start, start).decode(errors="replace"))
         # Of a fault handler's report the list of extension modules would push out all that matters.
         told = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules:")]
         return "\n".join(told[-lines:])[-limit:]
 
     def close(self, patience_s: float = 5.0) -> None:
-        """End the worker: politely where ``patience_s`` allows, then with its whole process group."""
+        """End the worker, politely where ``patience_s`` allows, and then everything that it has started."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         if patience_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=patience_s)
-        # The group outlives its leader where a plugin left a child behind.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        started = descendants.find(self._process.pid, self._mark)
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=END_LIMIT_S)
+        descendants.end(self._process.pid, self._mark, started)
         self._selector.close()
         os.close(self._events)
         self._log.close()
 
 
+def oom_kills() -> int:
+    """How many processes of this machine the kernel has ended so far for want of memory; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 def describe_exit(exit_code: int | None) -> str:
     """``ended by signal SIGSEGV`` or ``exit code 3``."""
-    if exit_code is not None and exit_code < 0:
+    if exit_code is None:
+        return "no exit code"
+    if exit_code < 0:
         try:
             return f"ended by signal {signal.Signals(-exit_code).name}"
         except ValueError:

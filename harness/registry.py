@@ -197,7 +197,7 @@ def installed_reason(implementation: Implementation) -> str | None:
     Nothing is imported: only the import system's finders are asked."""
     missing: dict[str, list[str]] = {}
     for module, how in implementation.requires.items():
-        if not _findable(module):
+        if not importable(module):
             missing.setdefault(how, []).append(module)
     sentences = [
         f"the package {modules[0]} is missing; get it with: {how}"
@@ -376,7 +376,7 @@ def _wrong_declaration(cls: type[Implementation]) -> str | None:
     return None
 
 
-def _findable(module: str) -> bool:
+def importable(module: str) -> bool:
     """Whether the import system would find a module, dotted or not. `importlib.util.find_spec` imports the parents of a
     dotted name, so they are searched by hand."""
     parts = module.split(".")
