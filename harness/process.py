@@ -44,7 +44,9 @@ class WorkerDied(Exception):
         self.status = "out_of_memory" if out_of_memory else "crashed"
         self.how = how or describe_exit(exit_code)
         if out_of_memory:
-            self.how += ": the host's memory was used up, and the kernel took it"
+            self.how += ": the host's memory was used up"
+        elif exit_code == -signal.SIGKILL:
+            self.how += ", which comes from outside: a batch system, a person, a kernel short of memory"
         super().__init__(f"worker died: {self.how}")
 
 
@@ -173,9 +175,10 @@ class WorkerProcess:
         for event in self._read(time.monotonic() + limit_s):
             if event["event"] == "phase":
                 self.phase = event["name"]
+            # Before the caller has it, who may not come back for more.
+            self._served += event["event"] == "done"
             yield event
             if event["event"] == "done":
-                self._served += 1
                 return
 
     def _cut_log(self) -> None:
@@ -188,13 +191,19 @@ class WorkerProcess:
             self._job_start = 0
 
     def log_tail(self, lines: int = 12, limit: int = 1500) -> str:
-        """The last lines that the current job printed."""
+        """The last lines that the current job printed; of a fault handler's report its beginning, which names the fault
+        and the innermost calls, and what came right before."""
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._job_start, size - 16384)
         text = printable(os.pread(self._log.fileno(), size - start, start).decode(errors="replace"))
+        # What was printed before need not have ended its line.
+        text = text.replace("Fatal Python error", "\nFatal Python error")
         # Of a fault handler's report the list of extension modules would push out all that matters.
         told = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules:")]
-        return "\n".join(told[-lines:])[-limit:]
+        faults = [i for i, line in enumerate(told) if line.startswith("Fatal Python error")]
+        if faults and len(told) - faults[-1] > lines - 2:
+            told = told[: faults[-1] + lines - 2]
+        return "\n".join(line[-limit // 2 :] for line in told[-lines:])[-limit:]
 
     def close(self, patience_s: float = 5.0) -> None:
         """End the worker, politely where ``patience_s`` allows, and then everything that it has started."""

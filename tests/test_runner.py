@@ -27,15 +27,12 @@ PASSES = ("forward", "backward", "forward_backward")
 EXPECTED = {
     "fake_ok": ("ok", ""),
     "fake_wrong": ("wrong_result", "output 0.1 > 0.0001"),
-    "fake_build_raises": ("crashed", "while in build: RuntimeError: no layout for these weights second line"),
-    "fake_backward_raises": ("crashed", "while in correctness: ValueError: no backward kernel for this shape"),
     "fake_hangs": ("timeout", "not finished after 8 s, while in build"),
     "fake_segfault": ("crashed", "while in build (ended by signal SIGSEGV)\nabout to touch address zero\nFatal Python"),
-    "fake_memory_error": ("out_of_memory", "while in build: MemoryError: a buffer of 3 TiB"),
-    "fake_prints": ("ok", ""),
     "fake_missing_package": ("not_installed", "moebench_no_such_module is missing; get it with: pip install"),
     "fake_unsupported": ("unsupported", "it takes d of at most 8, not d=16"),
     "fake_leaves_child": ("ok", ""),
+    "fake_leaves_daemon": ("crashed", "the worker died while in build (exit code 3)"),
     "fake_import_error": ("crashed", "cannot be imported: RuntimeError: this file was never finished"),
     "fake_heavy_import": ("crashed", "imports numpy at module level"),
 }
@@ -120,7 +117,7 @@ def test_the_sweep_ends_with_code_3_and_names_what_failed(failures: dict[str, An
     assert failures["code"] == 3, failures["err"]
     assert "Traceback" not in out + failures["err"]
     assert "fake_segfault 32,16,8,4,2 forward: the worker died while in build" in out
-    assert "39 rows in" in out and "24 failed" in out
+    assert "30 rows in" in out and "18 failed" in out
 
 
 def test_nothing_is_left_running(failures: dict[str, Any]) -> None:
