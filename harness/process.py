@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from harness import descendants
 from harness.errors import printable
@@ -88,10 +88,7 @@ class WorkerProcess:
 
     def _start(self) -> None:
         with contextlib.ExitStack() as undo:
-            self._log = undo.enter_context(tempfile.TemporaryFile(buffering=0))
-            # So that writing goes on at the end after the file has been cut.
-            flags = fcntl.fcntl(self._log, fcntl.F_GETFL)
-            fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)
+            self._log = undo.enter_context(log_file())
             self._events, write = os.pipe()
             undo.callback(os.close, self._events)
             try:
@@ -221,6 +218,14 @@ class WorkerProcess:
         self._selector.close()
         os.close(self._events)
         self._log.close()
+
+
+def log_file() -> IO[bytes]:
+    """A file without a name for what a worker prints, by descriptors that all write at its end: so they go on there
+    after it has been cut."""
+    file = tempfile.TemporaryFile(buffering=0)
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+    return file
 
 
 def oom_kills() -> int:
