@@ -202,6 +202,21 @@ class WorkerProcess:
             told = told[: faults[-1] + lines - 2]
         return "\n".join(line[-limit // 2 :] for line in told[-lines:])[-limit:]
 
+    def where(self, lines: int = 8) -> str:
+        """Where a worker that does not answer is: its main thread's stack, the innermost call first; empty where it
+        does not say within a second."""
+        start = size = os.fstat(self._log.fileno()).st_size
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            last, size = size, os.fstat(self._log.fileno()).st_size
+            if start < last == size:
+                break
+        text = printable(os.pread(self._log.fileno(), min(size - start, LOG_KEPT), start).decode(errors="replace"))
+        return "\n".join([line for line in text.splitlines() if line.startswith("  File ")][:lines])
+
     def close(self, patience_s: float = 5.0) -> None:
         """End the worker, politely where ``patience_s`` allows, and then everything that it has started."""
         if self._process.stdin is not None:

@@ -98,7 +98,7 @@ class Registry:
         if name in self._classes:
             try:
                 return self._instances.setdefault(name, self._classes[name]())
-            except Exception as error:  # a plugin's own code may raise anything
+            except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
                 entry = BrokenPlugin(name, f"cannot be instantiated: {_one_line(error)}", _class_source(self, name))
                 del self._classes[name]
                 self._broken.append(entry)
@@ -213,7 +213,7 @@ def refusal(implementation: Implementation, point: Point) -> tuple[str, str] | N
     raise or answer with something else than a sentence, which is that plugin's failure and nobody else's."""
     try:
         reason = implementation.unsupported_reason(point)
-    except Exception as error:  # a plugin's own code may raise anything
+    except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
         return "crashed", f"its restriction raised {_one_line(error)}"
     if not reason:
         return None

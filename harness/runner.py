@@ -337,7 +337,8 @@ class Runner:
                     return not event["poisoned"], ""
         except WorkerTimeout:
             reason = f"not finished after {self.time_limit_s:.0f} s, while in {worker.phase}"
-            self._fail(job, left, "timeout", reason)
+            where = worker.where()
+            self._fail(job, left, "timeout", f"{reason}\n{where}" if where else reason)
         except WorkerDied as death:
             # A capture that kills the process costs the graph, not the point.
             if worker.phase == "graph" and allow_graph:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -171,6 +172,8 @@ def main() -> None:
     parser.add_argument("--events", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent()
+    # The parent asks by it where a worker hangs; it is told even while the interpreter's lock is held.
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     events = Events(arguments.events)
     jobs = take_standard_input()
     # So that the parent can find what a plugin leaves there.

@@ -24,6 +24,7 @@ GATE = "^relative L2 error above tolerance for float32: "
 CHANGED = "the plugin changed for its whole process: "
 DIED = r"^the worker died while in build \("
 DIED_CALLED = r"^the worker died while in correctness \("
+HUNG = f"^not finished after {LIMIT_S} s, while in correctness" + r'\n  File ".*_misconduct.py", line \d+ in hangs\n'
 #: Misbehaviour -> the status of its rows, a pattern of their reason, and one of their notes.
 EXPECTED: dict[str, tuple[str, str] | tuple[str, str, str]] = {
     "wrong_output": ("wrong_result", GATE + ".*output 0.1 > 0.0001"),
@@ -100,8 +101,8 @@ EXPECTED: dict[str, tuple[str, str] | tuple[str, str, str]] = {
     "abort": ("crashed", DIED_CALLED + r"ended by signal SIGABRT\)\nFatal Python error"),
     "killed": ("crashed", DIED + "ended by signal SIGKILL, which comes from outside"),
     "killed_for_memory": ("out_of_memory", DIED + "ended by signal SIGKILL: the host's memory was used up"),
-    "hang_in_forward": ("timeout", f"^not finished after {LIMIT_S} s, while in correctness$"),
-    "hang_in_backward": ("timeout", f"^not finished after {LIMIT_S} s, while in correctness$"),
+    "hang_in_forward": ("timeout", HUNG),
+    "hang_in_backward": ("timeout", HUNG),
     "closes_descriptors": ("crashed", DIED),
     "writes_everywhere": ("crashed", DIED + "where the harness expects an event it wrote: \ufffd not an event"),
     "dies_when_idle": ("ok", ""),
