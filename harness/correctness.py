@@ -76,11 +76,16 @@ class Evaluated:
 class Snapshot:
     """What a problem's tensors were, to tell whether a layer changed them: copies of the input, of the incoming
     gradient and of a routing or routed rows given, and sums over the bits of the weights and of a kernel's operands,
-    which a layer may share."""
+    which a layer may share.
 
-    def __init__(self, problem: Problem) -> None:
-        self._copies = {name: tensor.clone() for name, tensor in self._copied(problem).items()}
-        self._sums = self._bit_sums(problem)
+    Args:
+        copies: with False there are sums of all of them, which take no memory while a layer is built.
+    """
+
+    def __init__(self, problem: Problem, copies: bool = True) -> None:
+        copied = self._copied(problem)
+        self._copies = {name: tensor.clone() for name, tensor in copied.items()} if copies else {}
+        self._sums = self._bit_sums(self._shared(problem) | ({} if copies else copied))
 
     @staticmethod
     def _copied(problem: Problem) -> dict[str, Tensor]:
@@ -94,9 +99,13 @@ class Snapshot:
         return found
 
     @staticmethod
-    def _bit_sums(problem: Problem) -> dict[str, Tensor]:
-        tensors = {f"{name} weights": getattr(problem, name) for name in ("gate", "up", "down", "router")}
-        tensors |= {f"operand {name}": operand for name, operand in problem.operands.items()}
+    def _shared(problem: Problem) -> dict[str, Tensor]:
+        """By what a message calls them."""
+        tensors = {f"the problem's {name} weights": getattr(problem, name) for name in ("gate", "up", "down", "router")}
+        return tensors | {f"the problem's operand {name}": operand for name, operand in problem.operands.items()}
+
+    @staticmethod
+    def _bit_sums(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: t.view(torch.int16 if t.dtype.itemsize == 2 else torch.int32).sum(dtype=torch.int64)
             for name, t in tensors.items()
@@ -111,8 +120,9 @@ class Snapshot:
             # Bits, since NaN is unequal to itself.
             if not torch.equal(copy.view(torch.uint8), now[name].view(torch.uint8))
         ]
-        sums = self._bit_sums(problem)
-        changed += [f"the problem's {name}" for name in sums if bool(sums[name] != self._sums[name])]
+        every = self._shared(problem) | now
+        sums = self._bit_sums({name: every[name] for name in self._sums})
+        changed += [name for name in sums if bool(sums[name] != self._sums[name])]
         return f"the layer changed {', '.join(changed)}" if changed else None
 
 

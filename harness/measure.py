@@ -143,7 +143,7 @@ def build_and_check(point: Point, implementation: Implementation, context: Conte
     before = torch.cuda.memory_allocated() if on_cuda else 0
     with context.timed("inputs"):
         problem = operation.make_problem(point, point.device)
-        before_build = Snapshot(problem)
+        before_build = Snapshot(problem, copies=False)
     context.phase("build")
     start = time.perf_counter()
     layer = implementation.build(problem)
