@@ -28,7 +28,7 @@ from ._wrong_layers import Make, Spoiled
 
 #: Where the test looks for what is left, and what stands in for the kernel's count of processes ended for memory.
 FOLDER = "MOEBENCH_TEST_FOLDER"
-#: Name of the shared memory that is left behind.
+#: How the names of the shared memory begin that is left behind.
 SHARED = "MOEBENCH_TEST_SHARED"
 #: How long a stranger sleeps, by which the test knows it.
 NAP = "MOEBENCH_TEST_NAP"
@@ -140,7 +140,7 @@ def leaves_files() -> None:
 
 
 def leaves_shared_memory() -> None:
-    SharedMemory(os.environ[SHARED], create=True, size=4096)
+    SharedMemory(f"{os.environ[SHARED]}-{os.getpid()}", create=True, size=4096)
     # Its tracker starts in the background.
     multiprocessing.resource_tracker.ensure_running()
 
@@ -244,6 +244,8 @@ MISCONDUCT: dict[str, Make] = {
     "leaves_files": building(leaves_files),
     "leaves_files_and_dies": building(also(leaves_files, os.abort)),
     "leaves_shared_memory_and_dies": building(also(leaves_shared_memory, os.abort)),
+    # Ended by its parent, with the tracker that removes it right behind.
+    "leaves_shared_memory_and_is_ended": building(also(leaves_shared_memory, raises(MemoryError()))),
     # What it changes for its process.
     "default_dtype": building(lambda: torch.set_default_dtype(torch.float16)),
     "default_device": building(lambda: torch.set_default_device("meta")),
