@@ -15,7 +15,7 @@ from harness.errors import UserError
 from harness.interface import DISTRIBUTIONS, DTYPES, Implementation, Point, RoutingSpec
 from harness.operations import RoutedExperts, get_operation, variants_of
 from harness.points import point_to_dict
-from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
+from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout
 from harness.registry import choices, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
 
@@ -36,7 +36,9 @@ class _Lines:
 
     def add(self, *cells: str, style: str = "") -> None:
         """The cells of one line; the last one may be long and is folded, the result before it is coloured."""
-        colour = {"ok": "green", "wrong": "red", "crashed": "red", "timeout": "red"}.get(cells[3], "")
+        colour = {"ok": "green", "wrong": "red", "crashed": "red", "timeout": "red", "out_of_memory": "red"}.get(
+            cells[3], ""
+        )
         padded = [escape(cell.ljust(width)) for cell, width in zip(cells, self._widths, strict=False)]
         if colour:
             padded[3] = f"[{colour}]{padded[3]}[/]"
@@ -127,10 +129,10 @@ def _check_one(
                     if worker is None:
                         worker = WorkerProcess()
                     with lines.waiting(" ".join(cells)):
-                        verdict = _verdict(worker, point)
-                    lines.add(*cells, *verdict[1:])
-                    failed += not verdict[0]
-                    if verdict[1] in ("crashed", "timeout"):
+                        passed, keep, *verdict = _verdict(worker, point)
+                    lines.add(*cells, *verdict)
+                    failed += not passed
+                    if not keep:
                         worker.close(patience_s=0.0)
                         worker = None
     except WorkerStartError as error:
@@ -142,21 +144,25 @@ def _check_one(
     return failed
 
 
-def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, str, str]:
+def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, bool, str, str]:
+    """Did it pass, is the worker still good, the result, and what a line says of it."""
     job: dict[str, Any] = {"kind": "check", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
     found: dict[str, Any] = {}
+    keep = True
     try:
         for event in worker.run(job, TIME_LIMIT_S):
             if event["event"] in ("checked", "failed"):
                 found = event
+            elif event["event"] == "done":
+                keep = not event["poisoned"]
     except WorkerTimeout:
-        return False, "timeout", f"not finished after {TIME_LIMIT_S:.0f} s, while in {worker.phase}"
+        return False, False, "timeout", f"not finished after {TIME_LIMIT_S:.0f} s, while in {worker.phase}"
     except WorkerDied as death:
-        return False, "crashed", f"{describe_exit(death.exit_code)}, while in {worker.phase}"
+        return False, False, death.status, f"{death.how}, while in {worker.phase}"
     if found.get("event") == "failed":
-        return False, found["status"], found["reason"]
+        return False, keep and found["status"] != "crashed", found["status"], found["reason"]
     if found.get("reason"):
-        return False, "wrong", found["reason"]
+        return False, keep, "wrong", found["reason"]
     errors: dict[str, float] = found["errors"]
     worst = max(errors, key=lambda name: errors[name])
-    return True, "ok", f"{errors[worst]:.2g} ({worst})"
+    return True, keep, "ok", f"{errors[worst]:.2g} ({worst})"

@@ -148,7 +148,8 @@ class Layer(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """(T, d) -> (T, d), differentiable with respect to ``x`` and every parameter.
+        """(T, d) -> (T, d), in ``x``'s dtype and on its device, differentiable with respect to ``x`` and every
+        parameter; but for rounding the same result in every call with the same ``x``.
 
         The harness calls ``torch.autograd.grad(out, [x, *parameters], grad_output)`` once for each forward."""
 

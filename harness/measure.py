@@ -13,16 +13,19 @@ import torch
 
 from harness.accounts import account
 from harness.compilation import CompilationCounter
-from harness.correctness import Correctness, forward_backward
+from harness.correctness import Correctness, Snapshot, canonical, forward_backward
 from harness.costs import floors_ms
 from harness.environment import GpuMonitor, environment
+from harness.errors import printable
 from harness.gpus import rates_of
 from harness.interface import Implementation, Kernel, Layer, Point, Problem
-from harness.memory import cuda_memory, tracked_memory
+from harness.memory import cuda_memory, leak_note, tracked_memory
 from harness.operations import get_operation
 from harness.points import row_fields
+from harness.process_state import ProcessState
 from harness.profiling import WindowedCalls, breakdown, busy_samples, kernels_in_windows, profile
 from harness.record import SCHEMA_VERSION, utc_now
+from harness.reference import full_precision
 from harness.routing import routing_outcome
 from harness.statistics import ratio_interval, summarise
 from harness.timing import (
@@ -67,6 +70,7 @@ class Context:
     #: By pass, the times in ms whose median a row of the current job holds: ``device_ms``, on a CPU ``latency_ms``.
     samples: dict[str, list[float]] = field(default_factory=dict)
     _current: tuple[str, float] | None = None
+    _state: ProcessState | None = None
 
     def phase(self, name: str) -> None:
         """Begin a phase; an empty name ends the last one."""
@@ -81,11 +85,16 @@ class Context:
     def begin_job(self) -> None:
         """Forget the last job's accounts."""
         self.overhead, self.phases, self.samples, self._current = {}, {}, {}, None
+        self._state = ProcessState.now()
+
+    def changes(self) -> str:
+        """A sentence that names what the job has changed for the whole process; empty where it has changed nothing."""
+        return ProcessState.now().changes(self._state) if self._state is not None else ""
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Announce a phase and account its seconds under ``name``."""
-        self.phase(name)
+    def timed(self, name: str, phase: str = "") -> Iterator[None]:
+        """Announce a phase and account its seconds under ``name``, which is the phase's too where none is given."""
+        self.phase(phase or name)
         start = time.perf_counter()
         yield
         if torch.cuda.is_initialized():
@@ -136,15 +145,23 @@ def build_and_check(point: Point, implementation: Implementation, context: Conte
     before = torch.cuda.memory_allocated() if on_cuda else 0
     with context.timed("inputs"):
         problem = operation.make_problem(point, point.device)
+        before_build = Snapshot(problem, copies=False)
     context.phase("build")
     start = time.perf_counter()
     layer = implementation.build(problem)
     if on_cuda:
         torch.cuda.synchronize()
     build_s = time.perf_counter() - start
+    if not isinstance(layer, Layer):
+        raise TypeError(f"build returned {type(layer).__name__}, expected a Layer")
     with context.timed("correctness"):
-        correctness = operation.check(layer, problem)
-    with context.timed("inputs"):
+        changed = before_build.change(problem)
+        del before_build
+        if changed:
+            correctness = Correctness(reason=f"{changed} while it was built")
+        else:
+            correctness = operation.check(layer, problem)
+    with context.timed("inputs"), full_precision():
         problem = _without_weights(problem)
         release()
         static = 0
@@ -178,6 +195,34 @@ def _outcome(built: Built, point: Point) -> dict[str, int]:
     return routing_outcome(built.correctness.counts, point.routing.m_tile) | {"dropped": dropped, "added": added}
 
 
+def _notes(layers: Sequence[Layer], *more: str) -> list[str]:
+    """What the layers say of themselves, and the harness of them; each sentence once."""
+    said = [[layer.notes] if isinstance(layer.notes, str) else layer.notes for layer in layers]
+    return list(dict.fromkeys([*(printable(str(note)) for notes in said for note in notes), *filter(None, more)]))
+
+
+def _call(built: Built) -> tuple[Any, Sequence[torch.Tensor | None]]:
+    """What one call on the first input set returns: the output, and all gradients where there is a backward."""
+    problem = built.problems[0]
+    if problem.forward_only:
+        return built.layer.forward(problem.x), ()
+    return forward_backward(built.layer, problem.x, problem.grad_output)
+
+
+def _change(built: Built, output: Any, gradients: Sequence[torch.Tensor | None]) -> str:
+    """A sentence where a call on the first input set, after timing, differs from the one that was checked; else
+    empty."""
+    if built.correctness.fingerprint is None:
+        return ""
+    problem = built.problems[0]
+    found = output if isinstance(built.layer, Kernel) else canonical(built.layer, problem.x, output, gradients)
+    results = get_operation(problem.point.operation).repeatable(built.layer, found)
+    difference = built.correctness.fingerprint.difference(results)
+    if difference is None:
+        return ""
+    return f"right when it was checked, but after it was timed its results on the same data differ: {difference}"
+
+
 def failure(base: Row, status: str, reason: str, **extra: Any) -> Row:
     """A row without numbers."""
     return {**base, "timestamp": utc_now(), "status": status, "reason": reason, **extra}
@@ -209,7 +254,7 @@ def measure_point(
     common: Row = {
         **row_fields(point),
         "environment": machine,
-        "notes": list(built.layer.notes),
+        "notes": _notes([built.layer], context.changes()),
         "measured_on": measured_on,
         "build_s": round(built.build_s, 3),
         "correctness": built.correctness.as_dict(point.dtype),
@@ -227,14 +272,17 @@ def measure_point(
             yield failure({**bases[pass_], **common}, "wrong_result", built.correctness.reason)
         return
 
+    memory: dict[str, int] = {}
+    leak = ""
     if operation.reports_memory:
         with context.timed("memory"):
             problem = built.problems[0]
             if on_cuda:
                 forward_backward(built.layer, problem.x, problem.grad_output)
-                common["memory_bytes"] = cuda_memory(built.layer, problem, built.static)
+                memory = cuda_memory(built.layer, problem, built.static)
             else:
-                common["memory_bytes"] = tracked_memory(built.layer, problem.x, problem.grad_output)
+                memory = tracked_memory(built.layer, problem.x, problem.grad_output)
+            leak = leak_note(memory)
 
     compilations = CompilationCounter()
     settings = context.settings
@@ -266,21 +314,39 @@ def measure_point(
         found = {window: kernels for window, kernels in found.items() if not window.endswith(":-1")}
         busy = busy_samples(found, "p")
         compiled_while_timing = compilations.since_start()
-        context.phase("graph")
-        device, basis_reason = _graph_samples(built, context, allow_graph)
+        with context.timed("correctness", phase="check after timing"):
+            output, gradients = _call(built)
+            changed = _change(built, output, gradients)
+            eager = _named(built.layer, output, gradients)
+            del output, gradients
+        if not changed:
+            context.phase("graph")
+            device, basis_reason, changed = _graph_samples(built, context, allow_graph, eager)
+        del eager
     else:
         cpu_calls = CpuCalls(built.layer, built.problems)
         cpu_calls(0)
         compilations = CompilationCounter()
         host = sample_until(cpu_calls, settings, None)
         compiled_while_timing = compilations.since_start()
+        with context.timed("correctness", phase="check after timing"):
+            changed = _change(built, *_call(built))
 
+    # What the plugin has changed since, too: the number of threads, for one.
+    machine["cpu_threads"] = torch.get_num_threads()
+    common["notes"] = _notes([built.layer], context.changes(), leak)
+    if changed:
+        for pass_ in passes:
+            yield failure({**bases[pass_], **common}, "wrong_result", changed)
+        return
     rates = rates_of(str(machine.get("gpu") or ""))
     for pass_ in passes:
         row: Row = {**bases[pass_], **common, "timestamp": utc_now(), "status": "ok", "reason": ""}
         context.samples[pass_] = host.of(pass_)
         latency = {**summarise(context.samples[pass_]), "mode": settings.mode}
         row["latency_ms"] = latency
+        if memory:
+            row["memory_bytes"] = {key: size for key, size in memory.items() if key != "left"}
         row["stop_criterion"] = host.stop_criterion
         row["dropped_samples"] = _dropped([s for s in (host, device) if s is not None])
         row["backward_method"] = "direct"
@@ -323,34 +389,42 @@ def measure_point(
         yield row
 
 
-def _graph_samples(built: Built, context: Context, allow_graph: bool) -> tuple[Samples | None, str]:
-    """Device samples by graph replay, or None and the reason why there is no graph."""
+def _graph_samples(
+    built: Built, context: Context, allow_graph: bool, eager: dict[str, torch.Tensor]
+) -> tuple[Samples | None, str, str]:
+    """Device samples by graph replay, or None and the reason why there is no graph; then what `_change` says of the
+    replays.
+
+    Args:
+        eager: what an ordinary call on the first input set gives, by the names of `_named`.
+    """
     reason = built.implementation.no_graph_reason
     if reason is None and not allow_graph:
         reason = "a graph capture ended the process at this point"
     if reason is not None:
-        return None, reason
+        return None, reason, ""
     assert context.evict is not None
-    problem = built.problems[0]
-    eager = _results(built.layer, problem)
     try:
         calls = GraphCalls(built.layer, built.problems, context.evict)
     except GraphCapturedError as error:
         context.poisoned = True
-        return None, f"cannot be captured in a CUDA graph: {error}"
+        return None, f"cannot be captured in a CUDA graph: {error}", ""
     calls(0)
     replayed = _named(built.layer, *calls.outputs())
     for name, expected in eager.items():
         difference = torch.linalg.vector_norm(replayed[name].float() - expected.float())
         if not bool(difference <= 1e-2 * torch.linalg.vector_norm(expected.float())):
             context.poisoned = True
-            return None, f"the replayed CUDA graph gives another {name} than the call that it captured"
-    del eager, replayed
+            return None, f"the replayed CUDA graph gives another {name} than the call that it captured", ""
+    eager.clear()
+    del replayed
     for index in range(2):
         calls(index)
     if context.settings.mode == "sustained":
         heat(calls, context.settings.heat_s)
-    return sample_steadily(calls, context.settings, context.monitor), ""
+    samples = sample_steadily(calls, context.settings, context.monitor)
+    calls(0)
+    return samples, "", _change(built, *calls.outputs())
 
 
 def _named(layer: Layer, output: Any, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -359,12 +433,6 @@ def _named(layer: Layer, output: Any, gradients: Sequence[torch.Tensor | None]) 
         return layer.outputs(output)
     assert gradients[0] is not None
     return {"output": output, "gradient of x": gradients[0]}
-
-
-def _results(layer: Layer, problem: Problem) -> dict[str, torch.Tensor]:
-    if problem.forward_only:
-        return _named(layer, layer.forward(problem.x), ())
-    return _named(layer, *forward_backward(layer, problem.x, problem.grad_output))
 
 
 def _of_pass(samples: Sequence[Sample], pass_: str) -> list[float]:
@@ -454,7 +522,7 @@ def measure_ratio(
     common: Row = {
         **row_fields(point),
         "environment": machine,
-        "notes": list(dict.fromkeys(note for built in builts for note in built.layer.notes)),
+        "notes": _notes([built.layer for built in builts]),
         "measured_on": "cuda",
         "build_s": round(build_s, 3),
         "correctness": {_side(points, i): built.correctness.as_dict(point.dtype) for i, built in enumerate(builts)},
@@ -523,6 +591,20 @@ def measure_ratio(
         pairs = list(zip(busy_samples(found, "n"), busy_samples(found, "d"), strict=True))[1:]
         basis = "busy"
     compiled = compilations.since_start()
+    common["notes"] = _notes([built.layer for built in builts], context.changes())
+    with context.timed("correctness", phase="check after timing"):
+        for i, built in enumerate(builts):
+            if basis == "graph":
+                calls[i](0)
+            found_again = calls[i].outputs() if basis == "graph" else _call(built)
+            changed = _change(built, *found_again)
+            if changed:
+                wrong.append(f"{_side(points, i)}: {changed}")
+            del found_again
+    if wrong:
+        for pass_ in passes:
+            yield failure({**bases[pass_], **common}, "wrong_result", "; ".join(wrong))
+        return
     for pass_ in passes:
         both = [(_of_pass([a], pass_)[0], _of_pass([b], pass_)[0]) for a, b in pairs]
         row: Row = {
@@ -561,13 +643,15 @@ def trace_fake(point: Point, implementation: Implementation, bases: dict[str, Ro
         problem = operation.make_problem(point, "cpu")
         layer = implementation.build(problem)
         memory = tracked_memory(layer, problem.x, problem.grad_output)
+    notes = _notes([layer], context.changes(), leak_note(memory))
+    del memory["left"]
     for base in bases.values():
         yield {
             **base,
             **row_fields(point),
             "timestamp": utc_now(),
             "environment": environment("fake", tuple(implementation.distributions)),
-            "notes": list(layer.notes),
+            "notes": notes,
             "measured_on": "fake",
             "status": "ok",
             "reason": "",

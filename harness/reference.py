@@ -8,7 +8,7 @@ and gradients in fp32, so that the largest shapes fit beside the implementation 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -20,13 +20,22 @@ from harness.routing import router_scores
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """fp32 matrix products without TF32."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    """fp32 matrix products without TF32, whatever a plugin has made its process's defaults."""
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    with ExitStack() as settings:
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                settings.enter_context(torch.autocast(device, enabled=False))
+        # Entering a device costs every operation a little.
+        if torch.get_default_device().type != "cpu":
+            settings.enter_context(torch.device("cpu"))
+        torch.set_float32_matmul_precision("highest")
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+            torch.set_default_dtype(dtype)
 
 
 #: The least share of its typical size, and of the un-centred terms' size, that the router gradient's error is measured
@@ -54,12 +63,17 @@ class ErrorSums:
         if not self.difference:
             return 0.0
         difference = float(torch.cat(self.difference).double().square().sum().sqrt())
-        reference = float(torch.cat(self.reference).double().square().sum().sqrt())
-        if self.floor is not None and reference < (floor := float(self.floor)):
-            reference = floor
+        reference = self.size()
         if reference == 0.0:
             return 0.0 if difference == 0.0 else float("inf")
         return difference / reference
+
+    def size(self) -> float:
+        """What the relative error is relative to."""
+        if not self.reference:
+            return 0.0
+        reference = float(torch.cat(self.reference).double().square().sum().sqrt())
+        return reference if self.floor is None else max(reference, float(self.floor))
 
     def worst_part(self, least: float) -> float:
         """The largest relative error of one part: a token of the output, an expert of a weight's gradient. One wrong
@@ -80,23 +94,28 @@ class ErrorSums:
 LEAST_TOKEN, LEAST_EXPERT = 1.0, 1e-3
 
 
+def least_part(name: str) -> float:
+    """The one of these that holds for a layer's tensor."""
+    return LEAST_TOKEN if name in ("output", "grad_x") else LEAST_EXPERT
+
+
 @dataclass
 class Comparison:
-    """Relative L2 error by tensor; the same of the worst token or expert where a tensor has such parts; and the number
-    of experts without tokens whose weight gradients are not exactly zero."""
+    """Relative L2 error by tensor; the same of the worst token or expert where a tensor has such parts; the norm that
+    each error is relative to; and the number of experts without tokens whose weight gradients are not exactly zero."""
 
     errors: dict[str, float]
     nonzero_empty_experts: int
     worst: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, float] = field(default_factory=dict)
 
 
 def _compare(sums: dict[str, ErrorSums], nonzero_empty_experts: int) -> Comparison:
     worst = {
-        name: sums[name].worst_part(LEAST_TOKEN if name in ("output", "grad_x") else LEAST_EXPERT)
-        for name in sums
-        if name not in ("grad_router", "grad_scores")
+        name: sums[name].worst_part(least_part(name)) for name in sums if name not in ("grad_router", "grad_scores")
     }
-    return Comparison({name: s.relative() for name, s in sums.items()}, nonzero_empty_experts, worst)
+    errors, sizes = {name: s.relative() for name, s in sums.items()}, {name: s.size() for name, s in sums.items()}
+    return Comparison(errors, nonzero_empty_experts, worst, sizes)
 
 
 def cancellation_floor(

@@ -98,7 +98,7 @@ class Registry:
         if name in self._classes:
             try:
                 return self._instances.setdefault(name, self._classes[name]())
-            except Exception as error:  # a plugin's own code may raise anything
+            except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
                 entry = BrokenPlugin(name, f"cannot be instantiated: {_one_line(error)}", _class_source(self, name))
                 del self._classes[name]
                 self._broken.append(entry)
@@ -197,7 +197,7 @@ def installed_reason(implementation: Implementation) -> str | None:
     Nothing is imported: only the import system's finders are asked."""
     missing: dict[str, list[str]] = {}
     for module, how in implementation.requires.items():
-        if not _findable(module):
+        if not importable(module):
             missing.setdefault(how, []).append(module)
     sentences = [
         f"the package {modules[0]} is missing; get it with: {how}"
@@ -213,7 +213,7 @@ def refusal(implementation: Implementation, point: Point) -> tuple[str, str] | N
     raise or answer with something else than a sentence, which is that plugin's failure and nobody else's."""
     try:
         reason = implementation.unsupported_reason(point)
-    except Exception as error:  # a plugin's own code may raise anything
+    except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
         return "crashed", f"its restriction raised {_one_line(error)}"
     if not reason:
         return None
@@ -376,7 +376,7 @@ def _wrong_declaration(cls: type[Implementation]) -> str | None:
     return None
 
 
-def _findable(module: str) -> bool:
+def importable(module: str) -> bool:
     """Whether the import system would find a module, dotted or not. `importlib.util.find_spec` imports the parents of a
     dotted name, so they are searched by hand."""
     parts = module.split(".")

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 from harness import accounts, store
 from harness.environment import environment, gpu_name, package_version
+from harness.errors import printable
 from harness.estimate import job_seconds
 from harness.interface import Implementation, Point, RoutingSpec
 from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
-from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
+from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout
 from harness.record import REQUIRED, SCHEMA_VERSION, RecordError, utc_now
 from harness.registry import Registry, code_hash, harness_hash, installed_reason, refusal
 from harness.timing import TimingSettings
@@ -31,6 +32,8 @@ _IDENTITY_FIELDS = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
 }
 #: Statuses that make a sweep's exit code non-zero.
 FAILED = ("wrong_result", "out_of_memory", "timeout", "crashed")
+#: How a job is run again, in a fresh process.
+WITHOUT_GRAPHS, AFRESH = "without graphs", "as before"
 
 
 @dataclass(frozen=True)
@@ -322,7 +325,7 @@ class Runner:
                         worker = None
                     if not again:
                         break
-                    allow_graph = False
+                    allow_graph = allow_graph and again != WITHOUT_GRAPHS
                 self._report("done", job, "")
         finally:
             if worker is not None:
@@ -338,8 +341,8 @@ class Runner:
             for name, seconds in phases.items():
                 self.summary.phases[name] += seconds
 
-    def _run_job(self, worker: WorkerProcess, job: Job, allow_graph: bool, start_share: float) -> tuple[bool, bool]:
-        """Run one job; returns (is the worker still good, run the job again without graphs)."""
+    def _run_job(self, worker: WorkerProcess, job: Job, allow_graph: bool, start_share: float) -> tuple[bool, str]:
+        """Run one job; returns whether the worker is still good, and how to run the job again (empty: not at all)."""
         work = job.work
         message = {
             "kind": work.kind,
@@ -377,23 +380,27 @@ class Runner:
                         and allow_graph
                         and worker.phase == "graph"
                     ):
-                        return False, True
+                        return False, WITHOUT_GRAPHS
                     if failed:
                         self._fail(job, left, failed["status"], f"while in {worker.phase}: {failed['reason']}")
                     elif left:
                         self._fail(job, left, "crashed", "the measurement ended without a row for this pass")
-                    return not event["poisoned"], False
+                    return not event["poisoned"], ""
         except WorkerTimeout:
             reason = f"not finished after {self.time_limit_s:.0f} s, while in {worker.phase}"
-            self._fail(job, left, "timeout", reason)
+            where = worker.where()
+            self._fail(job, left, "timeout", f"{reason}\n{where}" if where else reason)
         except WorkerDied as death:
             # A capture that kills the process costs the graph, not the point.
             if worker.phase == "graph" and allow_graph:
-                return False, True
+                return False, WITHOUT_GRAPHS
+            # What an earlier job has left behind in it is not this one's failure.
+            if worker.died_before_job:
+                return False, AFRESH
             tail = worker.log_tail()
-            reason = f"the worker died while in {worker.phase} ({describe_exit(death.exit_code)})"
-            self._fail(job, left, "crashed", f"{reason}\n{tail}" if tail else reason)
-        return False, False
+            reason = f"the worker died while in {worker.phase} ({death.how})"
+            self._fail(job, left, death.status, f"{reason}\n{tail}" if tail else reason)
+        return False, ""
 
     def _fail(self, job: Job, passes: Sequence[str], status: str, reason: str) -> None:
         """Store a row without numbers for each of ``passes``."""
@@ -410,7 +417,7 @@ class Runner:
                 **row_fields(work.point),
                 "timestamp": utc_now(),
                 "status": status,
-                "reason": reason,
+                "reason": printable(reason),
                 "measured_on": measured_on,
                 "environment": {**self._machine[measured_on], **(job.gpu if measured_on == "cuda" else {})},
             }
@@ -426,8 +433,9 @@ class Runner:
     def _store(self, row: dict[str, Any]) -> None:
         try:
             store.append(self.output, row)
-        except RecordError as error:
-            # Numbers that break the rules (a NaN, say) are a failure of this point and must not end the sweep.
+        except (RecordError, UnicodeEncodeError) as error:
+            # Numbers that break the rules (a NaN, say) are a failure of this point and must not end the sweep; nor must
+            # words that no file can hold.
             identity = {key: value for key, value in row.items() if key in _IDENTITY_FIELDS}
             row = {**identity, "status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
             store.append(self.output, row)

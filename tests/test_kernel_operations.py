@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -575,6 +576,21 @@ def test_a_wrong_kernel_has_a_row_without_numbers() -> None:
     assert check(row)["status"] == "wrong_result" and "tflops" not in row and row["problem"]["M"] == 90
 
 
+@pytest.mark.parametrize(("operation", "variant"), [("grouped_gemm", "up"), ("topk_router", "")])
+def test_a_kernel_that_is_wrong_once_it_was_timed_has_none_either(operation: str, variant: str) -> None:
+    calls = itertools.count(1)
+
+    class Late(type(TORCH)):  # type: ignore[misc]
+        def build(self, problem: Problem) -> Kernel:
+            # The check calls it twice.
+            return Spoiled(problem, before=lambda x: x if next(calls) <= 2 else x * 1.1)
+
+    point = kernel_point(operation, variant)
+    base = bases(("forward",), implementation="torch_kernels", label="PyTorch")
+    (row,) = measure_point(point, ("forward",), Late(), base, Context(lambda _: None, SETTINGS))
+    assert check(row)["status"] == "wrong_result" and "right when it was checked" in row["reason"]
+
+
 def test_a_ratio_of_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
@@ -588,6 +604,9 @@ def test_a_ratio_of_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         def __call__(self, index: int) -> tuple[float, float]:
             self.layer.forward(self.problems[index % len(self.problems)].x)
             return self.ms, 0.0
+
+        def outputs(self) -> tuple[Any, tuple[()]]:
+            return self.layer.forward(self.problems[0].x), ()
 
     class OnCpu(Context):
         def start_cuda(self) -> None:

@@ -3,6 +3,7 @@ layers, one for each step of the gate of `routed_experts`."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from test_routed_experts import OPERATION, DenseExperts, routed
 from torch import Tensor
 
 from harness import measure, store
+from harness.correctness import forward_backward
 from harness.interface import ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
 from harness.measure import Context, measure_point, measure_ratio
 from harness.problem import make_problem
@@ -97,9 +99,13 @@ def ratio(monkeypatch: pytest.MonkeyPatch, seen: list[Sequence[Problem]]) -> Rat
         def __init__(self, layer: Layer, problems: Sequence[Problem], evict: object) -> None:
             seen.append(problems)
             self.time = 1.0 + len(seen)
+            self.layer, self.problem = layer, problems[0]
 
         def __call__(self, index: int) -> tuple[float, float]:
             return self.time + index, 2 * self.time
+
+        def outputs(self) -> tuple[Any, Sequence[Any]]:
+            return forward_backward(self.layer, self.problem.x, self.problem.grad_output)
 
     class OnCpu(Context):
         def start_cuda(self) -> None:
@@ -223,6 +229,27 @@ def test_numbers_that_break_the_rules_keep_the_method(ratio: Ratio, tmp_path: Pa
     stored = json.loads(path.read_text())
     assert stored["status"] == "crashed" and "breaks the rules" in stored["reason"]
     assert stored["denominator_routing"]["method"] == "up"
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_side_that_is_wrong_once_it_was_timed_gives_no_ratio(ratio: Ratio, side: int) -> None:
+    loop = REGISTRY.get("torch_loop")
+
+    class Late(type(loop)):  # type: ignore[misc]
+        name = label = "late"
+
+        def build(self, problem: Problem) -> Layer:
+            layer: Layer = super().build(problem)
+            right, calls = layer.forward, itertools.count(1)
+            # The check calls it twice.
+            monkeyed: Any = layer
+            monkeyed.forward = lambda x: right(x) * (1.0 if next(calls) <= 2 else 1.1)
+            return layer
+
+    rows = ratio("top_k", "top_k", *((loop, Late()) if side else (Late(), loop)))
+    for row in rows:
+        assert row["status"] == "wrong_result" and "value" not in row
+        assert row["reason"].startswith("late: right when it was checked, but after it was timed its results")
 
 
 def test_costs_count_the_rows_that_there_are() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,11 @@ import pytest
 import torch
 from conftest import RightLayer, problem_of
 
-from harness.measure import _instability
+from harness import measure
+from harness.correctness import forward_backward
+from harness.interface import Layer, Problem
+from harness.measure import Built, Context, _graph_samples, _instability, _named
+from harness.operations import MoELayer
 from harness.profiling import KernelInterval, breakdown, busy_samples, kernels_in_windows, union_ns
 from harness.statistics import ratio_interval
 from harness.timing import (
@@ -305,3 +309,46 @@ def test_a_settling_clock_is_sampled_again() -> None:
 
     samples = sample_steadily(lambda index: (1.0, 2.0), settings, Drifting())  # type: ignore[arg-type]
     assert samples.settling == 40 and abs(clock_drift(samples.states)) > CLOCK_BAND
+
+
+# Replays.
+
+
+@pytest.mark.parametrize(("last_right", "part"), [(100, ""), (8, "differ: grad_gate "), (0, "")])
+def test_replays_are_compared_before_and_after_they_are_timed(
+    monkeypatch: pytest.MonkeyPatch, last_right: int, part: str
+) -> None:
+    """One comparison is with an ordinary call, by output and gradient of x; the other with the checked one."""
+
+    class Replays:
+        """Stands in for graphs, of which a gradient is wrong after some replays, or the output from the first on."""
+
+        def __init__(self, layer: Layer, problems: Sequence[Problem], evict: object) -> None:
+            self.layer, self.problem, self.replayed = layer, problems[0], 0
+
+        def __call__(self, index: int) -> Sample:
+            self.replayed += 1
+            return 1.0, 2.0
+
+        def outputs(self) -> tuple[Any, Sequence[Any]]:
+            output, (grad_x, grad_gate, *others) = forward_backward(
+                self.layer, self.problem.x, self.problem.grad_output
+            )
+            if self.replayed > last_right:
+                output, grad_gate = output * (1.0 if last_right else 1.1), grad_gate * 1.1
+            return output, [grad_x, grad_gate, *others]
+
+    monkeypatch.setattr(measure, "GraphCalls", Replays)
+    problem = problem_of("16,16,8,4,2")
+    layer = RightLayer(problem)
+    implementation: Any = type("Plugin", (), {"no_graph_reason": None})()
+    built = Built(layer, [problem], MoELayer().check(layer, problem), 0.0, 0, implementation)
+    context = Context(lambda _: None, TimingSettings(min_samples=6, max_samples=6))
+    context.evict = object()  # type: ignore[assignment]
+    eager = _named(layer, *forward_backward(layer, problem.x, problem.grad_output))
+    samples, no_graph, changed = _graph_samples(built, context, True, eager)
+    if last_right == 0:
+        assert samples is None and "gives another output" in no_graph and context.poisoned
+    else:
+        assert samples is not None and no_graph == "" and not context.poisoned
+        assert part in changed and bool(part) == bool(changed)

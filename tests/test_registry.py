@@ -129,6 +129,7 @@ def test_a_restriction_that_fails_is_its_plugins_failure(tmp_path: Path) -> None
     for number, (body, expected) in enumerate(
         [
             ("1 / 0", ("crashed", "its restriction raised ZeroDivisionError: division by zero")),
+            ("exit()", ("crashed", "its restriction raised SystemExit: None")),
             ("True", ("crashed", "its restriction returned True, expected a sentence or None")),
             ("'too small'", ("unsupported", "too small")),
             ("None", None),

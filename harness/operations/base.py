@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from harness.correctness import Correctness
+from harness.correctness import Correctness, Evaluated, WrongResult
 from harness.costs import ELEMENT_BYTES, PASSES, algorithm_bytes, boundary_bytes, model_flops
 from harness.interface import Layer, Point, Problem
 
@@ -50,6 +51,19 @@ class Operation(ABC):
     def make_problem(self, point: Point, device: torch.device | str, input_set: int = 0) -> Problem:
         """Seeded inputs; ``input_set`` draws other activations for the same weights."""
 
-    @abstractmethod
     def check(self, layer: Layer, problem: Problem) -> Correctness:
-        """Run the layer once and compare it with the fp32 reference, gradients included."""
+        """Run the layer and compare it with the fp32 reference, gradients included."""
+        try:
+            return self.compare(layer, problem)
+        except WrongResult as wrong:
+            return Correctness(reason=str(wrong))
+
+    @abstractmethod
+    def compare(self, layer: Layer, problem: Problem) -> Correctness:
+        """`check`, which may raise `WrongResult`."""
+
+    def repeatable(self, layer: Layer, found: Any) -> dict[str, Tensor]:
+        """The tensors that are the same in every call on the same data, by name, from what a call gave: `Evaluated`, or
+        what a kernel's forward returned."""
+        assert isinstance(found, Evaluated)
+        return found.by_name()

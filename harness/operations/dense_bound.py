@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from harness.correctness import Correctness, check_shapes, evaluate, judge
+from harness.correctness import Correctness, check_shapes, evaluate, fingerprint, judge
 from harness.interface import Layer, Point, Problem
 from harness.operations.base import Operation
 from harness.problem import make_problem
@@ -41,7 +41,7 @@ class DenseBound(Operation):
         problem = make_problem(rows, device, input_set)
         return replace(problem, point=point, router=problem.router[:0])
 
-    def check(self, layer: Layer, problem: Problem) -> Correctness:
+    def compare(self, layer: Layer, problem: Problem) -> Correctness:
         shape = problem.shape
         evaluated = evaluate(layer, problem)
         expected: dict[str, tuple[int, ...]] = {
@@ -58,5 +58,6 @@ class DenseBound(Operation):
         summed = problem.point.variant == "gemm_glue"
         comparison = compare_dense(problem, summed, evaluated.output, evaluated.grad_x, evaluated.gradients)
         result.errors, result.worst = comparison.errors, comparison.worst
+        result.fingerprint = fingerprint(evaluated, comparison, problem.point.dtype)
         result.reason = judge(comparison, problem.point.dtype)
         return result

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from harness.correctness import TOLERANCES, WORST_PART, Correctness, Snapshot
+from harness.correctness import TOLERANCES, WORST_PART, Correctness, Snapshot, WrongResult
+from harness.fingerprint import Fingerprint, sketch
 from harness.interface import Kernel, Layer, Point, Problem, RoutedRows
 from harness.operations.base import Operation
 from harness.problem import make_problem
@@ -69,8 +70,10 @@ class KernelOperation(Operation):
         none = x.new_empty(0)
         return Problem(point, x, none, none, none, none, none, rows=rows, operands=dict(operands))
 
-    def check(self, layer: Layer, problem: Problem) -> Correctness:
-        assert isinstance(layer, Kernel) and problem.rows is not None
+    def compare(self, layer: Layer, problem: Problem) -> Correctness:
+        assert problem.rows is not None
+        if not isinstance(layer, Kernel):
+            raise WrongResult(f"build returned {type(layer).__name__}, expected a Kernel")
         before = Snapshot(problem)
         # A call on other data comes first: what the judged call still holds of it is stale.
         layer.forward(-problem.x)
@@ -84,6 +87,10 @@ class KernelOperation(Operation):
             self.judge(result, problem, found, expected)
         return result
 
+    def repeatable(self, layer: Layer, found: Any) -> dict[str, Tensor]:
+        assert isinstance(layer, Kernel)
+        return {name: value for name, value in layer.outputs(found).items() if value.is_floating_point()}
+
     def judge(
         self, result: Correctness, problem: Problem, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> None:
@@ -91,6 +98,7 @@ class KernelOperation(Operation):
         that."""
         tolerance = TOLERANCES[problem.point.dtype][0]
         wrong = []
+        kept = Fingerprint({}, {}, {}, {})
         for name, reference in expected.items():
             sums = ErrorSums()
             # By slices: a difference in fp32 of all of it would be the largest tensor of the point.
@@ -98,12 +106,15 @@ class KernelOperation(Operation):
             for value, wanted in zip(found[name].split(parts), reference.split(parts), strict=True):
                 sums.add(value.unsqueeze(-1).flatten(1), wanted.float().unsqueeze(-1).flatten(1), by_row=True)
             result.errors[name], result.worst[name] = sums.relative(), sums.worst_part(self.least_part)
+            kept.sketches[name], kept.sizes[name] = sketch(found[name]), sums.size()
+            kept.tolerances[name], kept.parts[name] = tolerance, (self.least_part, WORST_PART)
             if not result.errors[name] <= tolerance:
                 wrong.append(f"{name} {result.errors[name]:.3g} > {tolerance:g}")
             elif not result.worst[name] <= WORST_PART * tolerance:
                 wrong.append(f"{name} {result.worst[name]:.3g} > {WORST_PART * tolerance:g} for one {self.part}")
         if wrong:
             result.reason = f"relative L2 error above tolerance for {problem.point.dtype}: {', '.join(wrong)}"
+        result.fingerprint = kept
 
 
 #: Elements of a result that are compared at once.
@@ -114,6 +125,10 @@ def _shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str 
     for name, reference in expected.items():
         if name not in found:
             return f"{name} is missing"
+        if not isinstance(found[name], Tensor):
+            return f"{name} is {type(found[name]).__name__}, expected a tensor {tuple(reference.shape)}"
+        if found[name].device != reference.device:
+            return f"{name} is on {found[name].device}, expected {reference.device}"
         if found[name].shape != reference.shape:
             return f"{name} has shape {tuple(found[name].shape)}, expected {tuple(reference.shape)}"
     return None

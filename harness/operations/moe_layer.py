@@ -14,6 +14,7 @@ from harness.correctness import (
     check_shapes,
     check_tokens_alone,
     evaluate,
+    fingerprint,
     forward_backward,
     judge,
     layer_counts,
@@ -38,7 +39,7 @@ class MoELayer(Operation):
     def make_problem(self, point: Point, device: torch.device | str, input_set: int = 0) -> Problem:
         return make_problem(point, device, input_set)
 
-    def check(self, layer: Layer, problem: Problem) -> Correctness:
+    def compare(self, layer: Layer, problem: Problem) -> Correctness:
         shape = problem.shape
         before = Snapshot(problem)
         # A call on other data, routed otherwise, comes first: what the judged call still holds of it is stale.
@@ -80,6 +81,7 @@ class MoELayer(Operation):
                 return result
         comparison = compare_layer(problem, indices, evaluated.output, evaluated.grad_x, evaluated.gradients, kept)
         result.errors, result.worst = comparison.errors, comparison.worst
+        result.fingerprint = fingerprint(evaluated, comparison, problem.point.dtype)
         result.reason = judge(comparison, problem.point.dtype)
         return result
 

@@ -13,6 +13,7 @@ from harness.correctness import (
     check_shapes,
     check_tokens_alone,
     evaluate,
+    fingerprint,
     forward_backward,
     judge,
 )
@@ -59,7 +60,7 @@ class RoutedExperts(Operation):
             generator=torch.Generator(device=logits.device).manual_seed(point.routing.seed),
         )
 
-    def check(self, layer: Layer, problem: Problem) -> Correctness:
+    def compare(self, layer: Layer, problem: Problem) -> Correctness:
         shape, routing = problem.shape, problem.routing
         assert routing is not None
         # The routing is what the reference goes by, and building came before this: it must still be the method's own.
@@ -84,5 +85,6 @@ class RoutedExperts(Operation):
             return result
         comparison = compare_routed(problem, evaluated.output, evaluated.grad_x, evaluated.gradients)
         result.errors, result.worst = comparison.errors, comparison.worst
+        result.fingerprint = fingerprint(evaluated, comparison, problem.point.dtype)
         result.reason = check_tokens_alone(routing.token_offsets, evaluated) or judge(comparison, problem.point.dtype)
         return result

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.correctness import Correctness
 from harness.costs import ELEMENT_BYTES
-from harness.interface import Point, Problem, RoutedRows
+from harness.interface import Layer, Point, Problem, RoutedRows
 from harness.operations.kernel import KernelOperation
 from harness.reference import full_precision
 from harness.routing import router_scores
@@ -57,7 +57,14 @@ class TopKRouter(KernelOperation):
             result.reason = f"{int((chosen != best).any(1).sum())} tokens chose an expert that is not among their top K"
             return
         scores = router_scores(logits, indices, problem.point.layer.router_convention)
-        super().judge(result, problem, {"scores": found["scores"]}, {"scores": scores})
+        # The largest first, since a token's experts may come in another order in the next call.
+        order = found["scores"].argsort(1, descending=True)
+        own, expected_scores = found["scores"].gather(1, order), scores.gather(1, order)
+        super().judge(result, problem, {"scores": own}, {"scores": expected_scores})
+
+    def repeatable(self, layer: Layer, found: Any) -> dict[str, Tensor]:
+        scores = super().repeatable(layer, found)["scores"]
+        return {"scores": scores.sort(1, descending=True).values}
 
     def sizes(self, point: Point) -> dict[str, Any]:
         shape = point.shape
