@@ -9,6 +9,14 @@ from typing import Any
 
 #: Compilers that offer no hook: environment variable -> where they keep what they built, if it is unset.
 _CACHES: dict[str, str] = {"QUACK_CACHE_DIR": "~/.cache/moebench/quack", "DG_JIT_CACHE_DIR": "~/.deep_gemm/cache"}
+#: All variables that name a folder in which a compiler keeps what it built: those, Triton's and torch's.
+_FOLDERS = (*_CACHES, "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def cold_caches(folder: Path) -> dict[str, str]:
+    """Environment variables with which a process finds no compiled kernel: each compiler's cache is a folder of its own
+    below ``folder``."""
+    return {variable: str(folder / variable.lower()) for variable in _FOLDERS}
 
 
 class CompilationCounter:

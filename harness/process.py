@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 #: Seconds that a worker may take to import torch and the plugins.
@@ -39,7 +39,11 @@ class WorkerStartError(Exception):
 class WorkerProcess:
     """A `harness.worker` in its own process group, its output in a temporary file."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            environment: variables beside this process's own.
+        """
         self._log = tempfile.TemporaryFile()
         read, write = os.pipe()
         started = time.perf_counter()
@@ -50,7 +54,7 @@ class WorkerProcess:
             stderr=self._log,
             pass_fds=(write,),
             start_new_session=True,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})},
         )
         os.close(write)
         self._events = read
