@@ -21,12 +21,15 @@ def cold_caches(folder: Path) -> dict[str, str]:
 
 class CompilationCounter:
     """Counts compilations since it was made: graphs that torch.compile traced, Triton kernels (once `watch_triton` was
-    called), and new entries in the cache folders of compilers that offer no hook."""
+    called), and new entries in the cache folders of compilers that offer no hook.
 
-    def __init__(self) -> None:
-        self._folders = [
-            Path(os.environ.get(variable) or default).expanduser() for variable, default in _CACHES.items()
-        ]
+    Args:
+        alone: whether no other process compiles meanwhile; with False the folders, which all share, do not count.
+    """
+
+    def __init__(self, alone: bool = True) -> None:
+        folders = [Path(os.environ.get(variable) or default).expanduser() for variable, default in _CACHES.items()]
+        self._folders = folders if alone else []
         self._start = self._total()
 
     def _total(self) -> int:

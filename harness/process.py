@@ -128,6 +128,11 @@ class WorkerProcess:
         told = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules:")]
         return "\n".join(told[-lines:])[-limit:]
 
+    def kill(self) -> None:
+        """End the whole process group now; a thread that reads its events gets `WorkerDied`."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self, patience_s: float = 5.0) -> None:
         """End the worker: politely where ``patience_s`` allows, then with its whole process group."""
         if self._process.stdin is not None:
@@ -137,8 +142,7 @@ class WorkerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=patience_s)
         # The group outlives its leader where a plugin left a child behind.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         self._selector.close()
         os.close(self._events)

@@ -81,7 +81,7 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             # Only here, since nothing else needs it.
             from harness.conformance.measure import conformance_rows
 
-            rows = conformance_rows(job["case"], point, plugins.get(point.implementation), bases, context)
+            rows = conformance_rows(job, point, plugins.get(point.implementation), context)
         elif job["kind"] == "account":
             rows = count_rows(point, bases, context)
         elif job["kind"] == "ratio":

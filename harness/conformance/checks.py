@@ -31,13 +31,14 @@ _WEIGHTS = ("gate", "up", "down", "router")
 
 @dataclass
 class Subject:
-    """A built layer, its problem, and what made both."""
+    """A built layer, its problem, and what made both. ``alone``: no other process runs cases meanwhile."""
 
     case: Case
     problem: Problem
     layer: Layer
     implementation: Implementation
     context: Context
+    alone: bool = True
 
     @property
     def device(self) -> str:
@@ -190,7 +191,9 @@ def two_steps(subject: Subject) -> Verdict:
     optimiser = torch.optim.AdamW(list(subject.layer.parameters()), lr=LEARNING_RATE)
     verdict = Verdict()
     for step in range(3):
-        problem = replace(subject.problem_of(step), **canonical_weights(subject.layer))
+        problem = subject.problem_of(step)
+        for name, weight in canonical_weights(subject.layer).items():
+            setattr(problem, name, weight)
         found = gate(subject, problem=problem)
         if found.status != "ok":
             return replace(found, reason=f"after {step} steps: {found.reason}" if step else found.reason)
@@ -286,7 +289,7 @@ def two_shapes(subject: Subject) -> Verdict:
         if found.status != "ok":
             return replace(found, reason=f"at {problem.shape}: {found.reason}")
         verdict = verdict if verdict.correctness else found
-    compilations = CompilationCounter()
+    compilations = CompilationCounter(subject.alone)
     for _ in range(CALLS):
         for layer, problem in layers:
             forward_backward(layer, problem.x, problem.grad_output)

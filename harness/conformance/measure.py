@@ -18,8 +18,14 @@ from harness.record import utc_now
 from harness.routing import routing_outcome
 
 
-def meet(case: Case, point: Point, implementation: Implementation, context: Context) -> tuple[Verdict, Layer, float]:
-    """Draw the inputs, build the layer and check it: the verdict, the layer, and the seconds of building."""
+def meet(
+    case: Case, point: Point, implementation: Implementation, context: Context, alone: bool = True
+) -> tuple[Verdict, Layer, float]:
+    """Draw the inputs, build the layer and check it: the verdict, the layer, and the seconds of building.
+
+    Args:
+        alone: whether no other process runs cases meanwhile.
+    """
     if point.device == "cuda":
         context.start_cuda()
     context.phase("inputs")
@@ -31,20 +37,19 @@ def meet(case: Case, point: Point, implementation: Implementation, context: Cont
         torch.cuda.synchronize()
     build_s = time.perf_counter() - start
     context.phase(case.check)
-    verdict = CHECKS[case.check](Subject(case, problem, layer, implementation, context))
+    verdict = CHECKS[case.check](Subject(case, problem, layer, implementation, context, alone))
     if point.device == "cuda":
         torch.cuda.synchronize()
     return verdict, layer, build_s
 
 
 def conformance_rows(
-    name: str, point: Point, implementation: Implementation, bases: dict[str, dict[str, Any]], context: Context
+    job: dict[str, Any], point: Point, implementation: Implementation, context: Context
 ) -> Iterator[dict[str, Any]]:
-    """The row of the case of that name; ``bases`` has the fields that the parent fixed, by pass."""
-    case = get_case(name)
-    verdict, layer, build_s = meet(case, point, implementation, context)
+    """The row of the job's case. Its ``bases`` have the fields that the parent fixed, by pass."""
+    verdict, layer, build_s = meet(get_case(job["case"]), point, implementation, context, job["alone"])
     found = verdict.correctness
-    for base in bases.values():
+    for base in job["bases"].values():
         row = {
             **base,
             "timestamp": utc_now(),

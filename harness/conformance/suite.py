@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,9 +27,8 @@ from harness.timing import TimingSettings
 PASS = "forward_backward"
 #: Seconds that a case may take, building included.
 TIME_LIMIT_S = 60.0
-#: The same for a case without anything to compile (a worker that has run one before), once two have not finished.
+#: The same once `SLOW_CASES` of an implementation's have not finished; the rest is left out after `MOST_TIMEOUTS`.
 SHORT_LIMIT_S = 20.0
-#: So many cases of one implementation may time out at the usual limit, and so many in all before the rest is left out.
 SLOW_CASES, MOST_TIMEOUTS = 2, 4
 #: Statuses with which one of our own implementations fails the suite.
 FAILURES = (*FAILED, "unstable")
@@ -56,7 +55,6 @@ class Suite:
         time_limit_s: seconds that a case may take, building included.
         jobs: how many worker processes run side by side.
         on_row: told each row once it is stored.
-        on_start: told the implementation and the case that begin.
     """
 
     implementations: Sequence[Implementation]
@@ -66,7 +64,6 @@ class Suite:
     time_limit_s: float = TIME_LIMIT_S
     jobs: int = 1
     on_row: Callable[[Row], None] = lambda row: None
-    on_start: Callable[[str, str], None] = lambda name, case: None
     run_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +71,7 @@ class Suite:
         self._machine = environment(self.device, (), initialise_cuda=False)
         self._gpu = gpu_name() if self.device == "cuda" else None
         self._stop = threading.Event()
+        self._workers: set[WorkerProcess] = set()
 
     def run(self) -> list[Row]:
         """Meet every case; rows are in the file as soon as they exist, whatever ends the run."""
@@ -97,20 +95,24 @@ class Suite:
                 for task in tasks:
                     task.result()
             except BaseException:
-                self._stop.set()
-                for task in tasks:
-                    task.cancel()
+                self._end()
                 raise
         return rows
+
+    def _end(self) -> None:
+        """Let every thread come to its end: whoever asked for that must not wait for a case."""
+        self._stop.set()
+        for worker in list(self._workers):
+            worker.kill()
 
     def _run_lane(self, lane: Lane, keep: Callable[[Row], None]) -> None:
         try:
             for case in lane.cases:
                 if self._stop.is_set():
                     return
-                self.on_start(lane.implementation.name, case.name)
                 row = self._meet(lane, case)
                 if self._stop.is_set():
+                    # What a worker that was ended says is no finding.
                     return
                 row = self._store(row)
                 keep(row)
@@ -118,10 +120,18 @@ class Suite:
         finally:
             self._close(lane, patience_s=1.0)
 
-    @staticmethod
-    def _close(lane: Lane, patience_s: float = 0.0) -> None:
+    def _start_worker(self, environment: Mapping[str, str] | None = None) -> WorkerProcess:
+        worker = WorkerProcess(environment)
+        self._workers.add(worker)
+        return worker
+
+    def _end_worker(self, worker: WorkerProcess, patience_s: float = 0.0) -> None:
+        self._workers.discard(worker)
+        worker.close(patience_s=patience_s)
+
+    def _close(self, lane: Lane, patience_s: float = 0.0) -> None:
         if lane.worker is not None:
-            lane.worker.close(patience_s=patience_s)
+            self._end_worker(lane.worker, patience_s)
             lane.worker = None
 
     def _store(self, row: Row) -> Row:
@@ -159,7 +169,7 @@ class Suite:
             "notes": [f"{case.cpu_reason}; in full {case.shape}"] if scaled else [],
         }
 
-    def _refusal(self, implementation: Implementation, case: Case, point: Point) -> tuple[str, str] | None:
+    def refusal(self, implementation: Implementation, case: Case, point: Point) -> tuple[str, str] | None:
         """Why the case does not run, as (status, reason)."""
         impossible = get_operation(point.operation).unsupported_reason(point)
         if impossible or (case.cuda_only and self.device == "cpu"):
@@ -176,7 +186,7 @@ class Suite:
         def without_numbers(status: str, reason: str) -> Row:
             return {**base, "timestamp": utc_now(), "environment": self._machine, "status": status, "reason": reason}
 
-        refused = self._refusal(implementation, case, point)
+        refused = self.refusal(implementation, case, point)
         if refused:
             return without_numbers(*refused)
         if lane.timeouts >= MOST_TIMEOUTS:
@@ -189,12 +199,13 @@ class Suite:
             "passes": [PASS],
             "bases": {PASS: base},
             "settings": asdict(TimingSettings()),
+            "alone": self.jobs == 1 and case.check != "cold_caches",
         }
         if case.check == "cold_caches":
             found = self._race(job, limit_s)
         else:
             try:
-                lane.worker = lane.worker or WorkerProcess()
+                lane.worker = lane.worker or self._start_worker()
             except WorkerStartError as error:
                 return without_numbers("crashed", f"the worker process did not start: {error}")
             keep, found = outcome(lane.worker, job, limit_s)
@@ -212,15 +223,19 @@ class Suite:
 
             def one(_: int) -> Row | tuple[str, str]:
                 try:
-                    worker = WorkerProcess(caches)
+                    worker = self._start_worker(caches)
                 except WorkerStartError as error:
                     return "crashed", f"the worker process did not start: {error}"
                 try:
                     return outcome(worker, job, limit_s)[1]
                 finally:
-                    worker.close(patience_s=0.0)
+                    self._end_worker(worker)
 
-            found = list(pool.map(one, range(2)))
+            try:
+                found = list(pool.map(one, range(2)))
+            except BaseException:
+                self._end()
+                raise
         wrong = [one for one in found if isinstance(one, tuple) or one["status"] != "ok"]
         return wrong[0] if wrong else found[0]
 
