@@ -464,30 +464,35 @@ def test_ours_fail_the_suite_and_nobody_else() -> None:
     assert [row["implementation"] for row in failed] == [name for name in OURS for _ in range(2)]
 
 
-def test_on_the_command_line(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Real workers: one dies and is replaced, one computes something wrong, one is right."""
+def test_on_the_command_line(command_line: CommandLine, tmp_path: Path) -> None:
+    """Real workers: one dies, one computes something wrong, one is right."""
     names = ("fake_segfault", "fake_wrong", "torch_loop")
-    arguments = ("conformance", *names, "--case", "k-of-1", "--case", "fine-grained", "--device", "cpu")
-    code, out, err = command_line(*arguments, "--output", tmp_path, "--jobs", 2)
+    arguments = ("conformance", *names, "--case", "fine-grained", "--device", "cpu", "--jobs", 2)
+    code, out, err = command_line(*arguments, "--output", tmp_path)
     assert code == 0, err
     rows, problems = store.read(tmp_path / "conformance.jsonl")
     assert not problems
-    found = {(row["implementation"], row["variant"]): row for row in rows}
-    assert len(found) == 6 and {row["operation"] for row in rows} == {OPERATION}
-    for case in ("k-of-1", "fine-grained"):
-        assert found["fake_segfault", case]["status"] == "crashed"
-        assert "SIGSEGV" in found["fake_segfault", case]["reason"]
-        assert found["fake_wrong", case]["status"] == "wrong_result"
-        assert found["torch_loop", case]["status"] == "ok"
-        assert found["torch_loop", case]["environment"]["torch"] and found["torch_loop", case]["routing"]["routed_rows"]
-    assert found["torch_loop", "fine-grained"]["notes"] == [
-        "scaled down on a CPU: memory and time; in full 8192,1536,128,48,24"
-    ]
-    assert "2 of 6 cases ok; our own fail none." in out and "WRONG" in out and "CRASHED" in out
-    # The same failures are ours once the implementations are.
-    monkeypatch.setattr(suite.failed_of_ours, "__defaults__", (("fake_wrong",),))
-    code, out, _ = command_line("conformance", "fake_wrong", "--case", "k-of-1", "--output", tmp_path / "again")
-    assert code == 1 and "our own implementations fail 1 case" in out
+    found = {row["implementation"]: row for row in rows}
+    assert len(rows) == 3 and {(row["operation"], row["variant"]) for row in rows} == {(OPERATION, "fine-grained")}
+    assert found["fake_segfault"]["status"] == "crashed" and "SIGSEGV" in found["fake_segfault"]["reason"]
+    assert found["fake_wrong"]["status"] == "wrong_result" and "output 0.1" in found["fake_wrong"]["reason"]
+    right = found["torch_loop"]
+    assert right["status"] == "ok" and right["environment"]["torch"] and right["routing"]["routed_rows"] == 64 * 24
+    assert right["notes"] == ["scaled down on a CPU: memory and time; in full 8192,1536,128,48,24"]
+    assert max(right["correctness"]["relative_l2"].values()) <= right["correctness"]["tolerance"]["output"]
+    assert "1 of 3 cases ok; our own fail none." in out and "WRONG" in out and "CRASHED" in out
+
+
+def test_a_failure_of_ours_is_the_exit_code(
+    command_line: CommandLine, stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stub, "does", staticmethod(lambda job: {"status": "wrong_result", "reason": "[b]output 1[/b]"}))
+    for name, expected, words in (
+        ("torch_loop", 1, "our own implementations fail 1 case"),
+        ("torch_grouped_mm", 0, "our own fail none"),
+    ):
+        code, out, _ = command_line("conformance", name, "--case", "k-of-1", "--output", tmp_path / name)
+        assert code == expected and words in out and "[b]output 1[/b]" in out
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,16 @@ def small(case: Case) -> Case:
     def width(size: int, most: int) -> int:
         return size if size <= most else most + (8 if size % 64 else 0)
 
-    experts = shape.E if shape.K > 4 or case.counts else min(shape.E, 10 if shape.E in (10, 12) else 6)
-    counts = tuple(-(-count // max(shape.T // 64, 1)) for count in case.counts)
-    tokens = sum(counts) // shape.K if counts else min(shape.T, 20)
+    experts = shape.E if shape.K > 4 or case.counts or shape.E in (10, 12) else min(shape.E, 4)
+    counts = tuple(-(-count // max(shape.T // 32, 1)) for count in case.counts)
+    tokens = sum(counts) // shape.K if counts else min(shape.T, 4 if shape.K > 8 else 12)
     d, n = width(shape.d, 32), width(shape.n, 16)
     scaled = f"{tokens},{d},{n},{experts},{shape.K}"
     return replace(case, shape=scaled, cpu_shape=scaled, counts=counts)
 
 
+# An infinity less itself, in a lane's maximum: a GPU says nothing, numpy warns.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("case", MET, ids=lambda case: case.name)
 def test_the_kernels_meet(case: Case) -> None:
     case = small(case)
