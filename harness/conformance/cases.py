@@ -137,7 +137,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Covered:
-    """A report that concerns measuring and no implementation: the tests of the harness that stand for it."""
+    """A report that concerns measuring, or more of our own kernels than a case can ask of all implementations: the
+    tests that stand for it."""
 
     line: str
     tests: tuple[str, ...]
@@ -254,6 +255,16 @@ COVERED = (
             "replays after an eviction take longer than replays without",
         )
         for line in ("flashinfer#2187", "flashinfer PR#2213")
+    ),
+    Covered(
+        "DeepGEMM PR#103",
+        ("tests/interpreter/test_layer.py::test_pairs_without_an_expert_and_behind_the_last_token",),
+        "indices of -1 among and behind the routed pairs, in our own kernels",
+    ),
+    Covered(
+        "sonic-moe#45",
+        ("tests/interpreter/test_layer.py::test_leading_sizes_and_layouts",),
+        "our layer takes gate and up weights in either order",
     ),
     Covered(
         "pytorch#163425",

@@ -207,23 +207,13 @@ def two_steps(subject: Subject) -> Verdict:
 
 
 def strided_weights(subject: Subject) -> Verdict:
-    """The experts' weights lie transposed in memory, as a checkpoint may hold them: when the layer is built, and later
-    in the layer's own parameters."""
-    problem = subject.problem
-
-    def transposed(weight: Tensor) -> Tensor:
-        return weight.mT.contiguous().mT
-
-    strided = replace(problem, gate=transposed(problem.gate), up=transposed(problem.up), down=transposed(problem.down))
-    layer = subject.implementation.build(strided)
-    verdict = gate(subject, layer)
-    if verdict.status != "ok":
-        return replace(verdict, reason=f"built from them: {verdict.reason}")
-    for parameter in layer.parameters():
-        if parameter.dim() == 3:
-            parameter.data = transposed(parameter.data)
-    verdict = gate(subject, layer)
-    return replace(verdict, reason=f"in its parameters: {verdict.reason}") if verdict.status != "ok" else verdict
+    """The experts' weights lie transposed in memory, as a checkpoint may hold them."""
+    shape = subject.problem.shape
+    for parameter in subject.layer.parameters():
+        # The router's is no larger than that.
+        if parameter.dim() > 1 and parameter.numel() > shape.E * shape.d:
+            parameter.data = parameter.data.mT.contiguous().mT
+    return gate(subject)
 
 
 def _not_finite(subject: Subject, value: float) -> Verdict:

@@ -123,7 +123,7 @@ def _print(
         shown = ", ".join(which) if len(which) <= 3 else f"{', '.join(which[:2])} and {len(which) - 2} more"
         out.print(f"[{colour}]{status}[/] {escape(f'{name}, {shown}: {reason}')}", highlight=False, soft_wrap=True)
     tests = ", ".join(dict.fromkeys(covered.line for covered in COVERED))
-    out.print(f"Of the harness itself, by its tests: {tests}", highlight=False, soft_wrap=True)
+    out.print(f"Also met by tests of this repository: {tests}", highlight=False, soft_wrap=True)
     ours = failed_of_ours(rows)
     passed = sum(row["status"] == "ok" for row in rows)
     own = f"; our own implementations fail {count(len(ours), 'case')}" if ours else "; our own fail none"

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness.claims import ClaimResult
-from harness.report import data
+from harness.report import conformance, data
 from harness.report.data import SUBJECTS, Report
 from harness.report.tables import Table, cell_text
 from harness.report.text import NONE, count, in_unit, number, one_line, plain
@@ -193,8 +193,8 @@ def _conformance(out: Console, report: Report) -> None:
         return
     columns = [("GPU", "text"), ("implementation", "text"), ("cases", "text")]
     _table(out, "Conformance", columns, report.conformance)
-    table = report.table("conformance-reasons")
-    wrong = [row for row in table.rows if row[2] not in ("unsupported", "not_installed")] if table else []
+    table = report.table(conformance.REASONS)
+    wrong = [row for row in table.rows if row[2] not in conformance.EXPECTED] if table else []
     for row in wrong[:MOST]:
         machine, name, status, cases, reason, place = map(cell_text, row)
         _line(out, f"{status}: {name} on {machine} ({cases}): {one_line(reason, 240)} [{place}]", 2)
