@@ -55,8 +55,8 @@ def table(rows: Sequence[Stored]) -> Table:
     return Table(
         NAME, "Conformance",
         "Public bug reports of MoE kernels, each as its smallest input. ok: output and all gradients agree with the "
-        "fp32 reference, and what the case asks for besides holds. Also met by tests of this repository, since they concern "
-        f"measuring or our own kernels: {covered}.",
+        "fp32 reference, and what the case asks for besides holds. Also met by tests of this repository, since they "
+        f"concern measuring or our own kernels: {covered}.",
         (Column("GPU", filter=True), Column("case"), *(Column(name, "status") for name in names),
          Column("reports"), Column("symptom", wide=True)),
         tuple(lines), "Nobody has run moebench conformance yet.",
