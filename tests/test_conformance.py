@@ -18,10 +18,11 @@ from rich.console import Console
 from torch import Tensor
 
 from harness import compilation, store
-from harness.conformance import CASES, COVERED, LINES, OPERATION, OURS, Case, get_case, suite
-from harness.conformance.checks import CHECKS
+from harness.conformance import CASES, COVERED, LINES, OPERATION, OURS, Case, checks, get_case, suite
+from harness.conformance.checks import CHECKS, Subject
 from harness.conformance.inputs import assign, case_problem
 from harness.conformance.measure import meet
+from harness.correctness import forward_backward
 from harness.environment import environment
 from harness.errors import UserError
 from harness.interface import Implementation, Layer, Problem
@@ -32,6 +33,7 @@ from harness.registry import default_registry
 from harness.report import data, html, markdown, terminal
 from harness.report.tables import cell_text
 from harness.routing import choose_experts, expert_counts
+from harness.timing import GraphCapturedError
 from implementations.torch_loop import _LoopLayer
 
 CommandLine = Callable[..., tuple[int, str, str]]
@@ -317,6 +319,105 @@ def test_only_the_gradients_of_chosen_experts_may_turn_nan() -> None:
     point = case.point("planted", ("float32",), "cpu")
     verdict = meet(case, point, Planted(SpreadingGradients), Context(lambda phase: None))[0]
     assert "experts have gradients that are not finite, of one token" in verdict.reason
+
+
+# What a GPU alone can do, with stand-ins for its part.
+
+
+def on_a_gpu(name: str, layer: type[Right]) -> Subject:
+    """The case's layer on the CPU, whose point says cuda."""
+    case = replace(get_case(name), shape="24,32,16,3,2", counts=(24, 0, 24) if get_case(name).counts else ())
+    point = case.point("planted", ("float32",), "cuda")
+    problem = case_problem(case, point, "cpu")
+    return Subject(case, problem, layer(problem), Planted(layer), Context(lambda phase: None, evict=lambda: None))  # type: ignore[arg-type]
+
+
+class ReplayedCalls:
+    """In place of `GraphCalls`: "captures" by calling, and gives what it is told to spoil."""
+
+    spoil: ClassVar[Callable[[Tensor], Tensor]]
+
+    def __init__(self, layer: Layer, problems: Sequence[Problem], evict: object) -> None:
+        self.layer, self.problem, self.calls = layer, problems[0], 0
+
+    def __call__(self, index: int) -> None:
+        self.calls += 1
+
+    def outputs(self) -> tuple[Tensor, Sequence[Tensor | None]]:
+        assert self.calls == 2
+        output, gradients = forward_backward(self.layer, self.problem.x, self.problem.grad_output)
+        return ReplayedCalls.spoil(output), gradients
+
+
+def test_replays_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "GraphCalls", ReplayedCalls)
+    monkeypatch.setattr(ReplayedCalls, "spoil", staticmethod(lambda output: output), raising=False)
+    assert checks.graph(on_a_gpu("cuda-graph", RightLayer)).status == "ok"
+    # Replays that left the output of another call.
+    monkeypatch.setattr(ReplayedCalls, "spoil", staticmethod(lambda output: output.flip(0)))
+    verdict = checks.graph(on_a_gpu("cuda-graph", RightLayer))
+    assert verdict.status == "wrong_result"
+    assert verdict.reason.startswith("replayed from a CUDA graph: relative L2 error above tolerance")
+
+
+def test_a_capture_that_fails_is_said_and_spoils_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise GraphCapturedError("RuntimeError: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(checks, "GraphCalls", refuse)
+    subject = on_a_gpu("cuda-graph", RightLayer)
+    verdict = checks.graph(subject)
+    assert verdict.status == "crashed" and "not permitted when stream is capturing" in verdict.reason
+    assert subject.context.poisoned
+    monkeypatch.setattr(Planted, "no_graph_reason", "it reads counts on the host")
+    verdict = checks.graph(on_a_gpu("cuda-graph", RightLayer))
+    assert (verdict.status, verdict.reason) == ("unsupported", "it reads counts on the host")
+
+
+def test_blocks_are_filled_before_each_forward_and_each_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[str] = []
+
+    class Watching(RightLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            filled.append("forward")
+            out = super().forward(x)
+            out.register_hook(lambda gradient: filled.append("backward"))
+            return out
+
+    monkeypatch.setattr(checks, "fill_free_blocks", lambda: filled.append("fill"))
+    assert checks.poisoned(on_a_gpu("poisoned-allocator", Watching)).status == "ok"
+    # The first call, which leaves blocks of every size, and the gate's two.
+    assert filled[:2] == ["forward", "backward"] and len(filled) == 2 + 2 * 4
+    for start in (2, 6):
+        assert filled[start : start + 2] == ["fill", "forward"] and sorted(filled[start + 2 : start + 4]) == [
+            "backward", "fill",
+        ]  # fmt: skip
+
+
+def test_free_blocks_of_all_sizes_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest first; no block of a graph's pool, none in use, no rest that would not be found again."""
+
+    def segment(kind: str, pool: tuple[int, int], *blocks: tuple[int, str]) -> dict[str, Any]:
+        found = [{"size": size, "state": state} for size, state in blocks]
+        return {"segment_type": kind, "segment_pool_id": pool, "blocks": found}
+
+    snapshot = [
+        segment("small", (0, 0), (512, "inactive"), (1024, "active_allocated"), (4096, "inactive")),
+        segment("large", (0, 0), (1 << 19, "inactive"), (1 << 22, "inactive")),
+        segment("large", (0, 1), (1 << 23, "inactive")),
+    ]
+    asked: list[int] = []
+    empty = torch.empty
+
+    def allocate(size: int, dtype: torch.dtype, device: str) -> Tensor:
+        asked.append(size)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "empty", allocate)
+    checks.fill_free_blocks()
+    assert asked == [1 << 22, 4096, 512]
 
 
 # Every outcome is a row.
