@@ -72,6 +72,14 @@ class Suite:
         self._gpu = gpu_name() if self.device == "cuda" else None
         self._stop = threading.Event()
         self._workers: set[WorkerProcess] = set()
+        # Once for all cases: a plugin's hash reads and parses all that it imports.
+        self._made_of = {
+            plugin.name: (
+                code_hash(plugin),
+                {name: package_version(name) for name in ("torch", "triton", *plugin.distributions)},
+            )
+            for plugin in self.implementations
+        }
 
     def run(self) -> list[Row]:
         """Meet every case; rows are in the file as soon as they exist, whatever ends the run."""
@@ -144,14 +152,9 @@ class Suite:
         return row
 
     def _base(self, implementation: Implementation, case: Case, point: Point) -> Row:
-        packages = {name: package_version(name) for name in ("torch", "triton", *implementation.distributions)}
         where = (self._gpu or "no GPU") if self.device == "cuda" else "cpu"
-        key = store.resume_key(
-            store.point_inputs(point, PASS, kind=OPERATION, case=asdict(case)),
-            code_hash(implementation),
-            packages,
-            where,
-        )
+        inputs = store.point_inputs(point, PASS, kind=OPERATION, case=asdict(case))
+        key = store.resume_key(inputs, *self._made_of[implementation.name], where)
         scaled = point.device == "cpu" and case.cpu_shape
         return {
             **row_fields(point),
