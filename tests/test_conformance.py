@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from harness import compilation, store
-from harness.conformance import CASES, COVERED, LINES, OPERATION, OURS, Case, checks, get_case, suite
+from harness.conformance import CASES, COVERED, LINES, OPERATION, OURS, Case, checks, command, get_case, suite
 from harness.conformance.checks import CHECKS, Subject
 from harness.conformance.inputs import assign, case_problem
 from harness.conformance.measure import meet
@@ -581,7 +581,7 @@ def test_on_the_command_line(command_line: CommandLine, tmp_path: Path) -> None:
     assert right["status"] == "ok" and right["environment"]["torch"] and right["routing"]["routed_rows"] == 64 * 24
     assert right["notes"] == ["scaled down on a CPU: memory and time; in full 8192,1536,128,48,24"]
     assert max(right["correctness"]["relative_l2"].values()) <= right["correctness"]["tolerance"]["output"]
-    assert "1 of 3 cases ok; our own fail none." in out and "WRONG" in out and "CRASHED" in out
+    assert "1 of 3 cases ok; our own fail none." in out and "WRONG" in out and "CRASH " in out
 
 
 def test_a_failure_of_ours_is_the_exit_code(
@@ -620,11 +620,9 @@ def test_bad_input_gets_one_line(command_line: CommandLine, arguments: tuple[str
 def made(stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> data.Report:
     wrong = {"status": "crashed", "reason": "ValueError: <b>no</b> such | kernel"}
     monkeypatch.setattr(stub, "does", staticmethod(lambda job: wrong if job["case"] == "k-of-1" else {}))
-    path = tmp_path / "cpu" / "conformance.jsonl"
-    for _ in range(2):
-        run_suite(path.with_name("first.jsonl"), CASES[:3])
-        path.with_name("first.jsonl").unlink()
-    run_suite(path, CASES)
+    # Earlier rows, of another size: what came later counts.
+    run_suite(tmp_path / "cpu" / "a.jsonl", [replace(get_case("k-of-1"), cpu_shape="8,16,8,4,1")])
+    run_suite(tmp_path / "cpu" / "conformance.jsonl", CASES)
     return data.build(tmp_path, tmp_path / "out")
 
 
@@ -664,3 +662,22 @@ def test_every_form_shows_it(made: data.Report, tmp_path: Path) -> None:
     tables = json.loads(page.split('<script type="application/json" id="tables">')[1].split("</script>")[0])
     shown = next(table for table in tables if table["name"] == "conformance")
     assert shown["columns"][2]["kind"] == "status" and shown["columns"][2]["title"] == "torch_loop"
+
+
+@pytest.mark.parametrize("width", [60, 112, 200])
+def test_the_table_fits_a_terminal(width: int) -> None:
+    plugins = default_registry().offering("moe_layer")
+    statuses = [*command.SHORT, *(["ok"] * len(plugins))]
+    rows = [
+        {"implementation": plugin.name, "variant": case.name, "status": statuses[index], "reason": "[b]why[/b]"}
+        for index, plugin in enumerate(plugins)
+        for case in CASES[:2]
+    ]
+    text = io.StringIO()
+    command.show(Console(file=text, width=width), rows, CASES[:2], plugins)
+    lines = text.getvalue().splitlines()
+    shown = [line.split() for line in lines if line.lstrip().startswith(f"{CASES[0].name} ")]
+    assert [cell for line in shown for cell in line[1:]] == [command.SHORT[s] for s in statuses[: len(plugins)]]
+    assert max(map(len, lines[: lines.index(next(line for line in lines if "[b]why" in line))])) <= width
+    heads = text.getvalue().split(CASES[0].name)[0]
+    assert all(plugin.name in " ".join(heads.split()) for plugin in plugins)

@@ -17,19 +17,19 @@ from harness.environment import environment, gpu_name
 from harness.errors import UserError
 from harness.interface import Implementation
 from harness.registry import Registry, choices, load_registry
-from harness.report.text import NONE, count, one_line, plain
+from harness.report.text import count, one_line, plain
 from harness.session import results_folder
 
-#: In the table's cells, where eight statuses must stand beside each other.
+#: In the table's cells, of which a dozen must stand beside each other.
 SHORT = {
     "ok": "ok",
-    "unsupported": "unsup.",
-    "not_installed": "missing",
+    "unsupported": "no",
+    "not_installed": "none",
     "wrong_result": "WRONG",
-    "out_of_memory": "MEMORY",
-    "timeout": "TIMEOUT",
-    "crashed": "CRASHED",
-    "unstable": "UNSTABLE",
+    "out_of_memory": "MEM",
+    "timeout": "TIME",
+    "crashed": "CRASH",
+    "unstable": "UNST",
 }
 _COLOURS = {"ok": "green", "unsupported": "dim", "not_installed": "dim"}
 
@@ -84,7 +84,7 @@ def conformance(
 
         suite = Suite(plugins, chosen, device, path, time_limit_s, jobs, on_row=ended)
         rows = suite.run()
-    _print(out, rows, chosen, plugins)
+    show(out, rows, chosen, plugins)
     return len(failed_of_ours(rows))
 
 
@@ -97,31 +97,39 @@ def _implementations(registry: Registry, names: Sequence[str], device: str) -> l
     return plugins or registry.offering("moe_layer", device)
 
 
-def _print(
+def show(
     out: Console, rows: Sequence[dict[str, Any]], cases: Sequence[Case], plugins: Sequence[Implementation]
 ) -> None:
+    """Print the table of statuses, the reasons for those that are not ok, and a last line that sums up."""
     found = {(row["implementation"], row["variant"]): row for row in rows}
-    table = Table(title="Conformance", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("case", no_wrap=True)
-    for plugin in plugins:
-        table.add_column(escape(plugin.name), overflow="fold")
-    for case in cases:
-        cells = []
-        for plugin in plugins:
-            status = found[plugin.name, case.name]["status"] if (plugin.name, case.name) in found else ""
-            cells.append(f"[{_COLOURS.get(status, 'red')}]{SHORT[status]}[/]" if status else NONE)
-        table.add_row(case.name, *cells)
-    out.print(table)
-    # A reason that many cases share stands once.
-    reasons: dict[tuple[str, str, str], list[str]] = {}
+    widest = max((len(case.name) for case in cases), default=0)
+    named = widest + sum(len(plugin.name) + 3 for plugin in plugins) <= out.width
+    if not named:
+        numbers = ", ".join(f"{number} {plugin.name}" for number, plugin in enumerate(plugins, 1))
+        out.print(f"Conformance of {numbers}", highlight=False, markup=False)
+    # Where even numbers do not fit, one table below the other.
+    each = len(plugins) if named else max((out.width - widest) // (max(map(len, SHORT.values())) + 3), 1)
+    for start in range(0, len(plugins), each):
+        table = Table(title="Conformance" if named else None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("case", no_wrap=True)
+        these = plugins[start : start + each]
+        for number, plugin in enumerate(these, start + 1):
+            table.add_column(escape(plugin.name) if named else str(number), no_wrap=True)
+        for case in cases:
+            statuses = [found[plugin.name, case.name]["status"] for plugin in these]
+            table.add_row(case.name, *(f"[{_COLOURS.get(status, 'red')}]{SHORT[status]}[/]" for status in statuses))
+        out.print(table)
+    # A reason that many cases or implementations share stands once.
+    reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
-            key = (row["implementation"], row["status"], one_line(plain(row["reason"]), 300))
-            reasons.setdefault(key, []).append(row["variant"])
-    for (name, status, reason), which in sorted(reasons.items()):
+            key = (row["status"], one_line(plain(row["reason"]), 300))
+            reasons.setdefault(key, []).append(f"{row['implementation']} {row['variant']}")
+    # What somebody must look at stands last, where a terminal ends.
+    for (status, reason), which in sorted(reasons.items(), key=lambda item: (item[0][0] not in _COLOURS, item)):
         colour = _COLOURS.get(status, "red")
         shown = ", ".join(which) if len(which) <= 3 else f"{', '.join(which[:2])} and {len(which) - 2} more"
-        out.print(f"[{colour}]{status}[/] {escape(f'{name}, {shown}: {reason}')}", highlight=False, soft_wrap=True)
+        out.print(f"[{colour}]{status}[/] {escape(f'{shown}: {reason}')}", highlight=False, soft_wrap=True)
     tests = ", ".join(dict.fromkeys(covered.line for covered in COVERED))
     out.print(f"Also met by tests of this repository: {tests}", highlight=False, soft_wrap=True)
     ours = failed_of_ours(rows)

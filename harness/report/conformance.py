@@ -6,8 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
-from harness.conformance import COVERED, LINES, OPERATION, get_case
-from harness.errors import UserError
+from harness.conformance import CASES, COVERED, LINES, OPERATION
 from harness.report.rows import Stored, latest
 from harness.report.tables import Cell, Column, Place, Table
 from harness.report.text import NONE, count
@@ -29,14 +28,6 @@ def _newest(rows: Sequence[Stored]) -> list[Stored]:
     return latest(rows, lambda one: json.dumps([one.machine, one.text("variant"), one.text("implementation")]))
 
 
-def _reports(name: str) -> str:
-    """What the case of that name goes back to; nothing where this checkout does not know it."""
-    try:
-        return ", ".join(get_case(name).lines)
-    except UserError:
-        return ""
-
-
 def table(rows: Sequence[Stored]) -> Table:
     """Cases down, implementations across; one machine below the other."""
     newest = _newest(rows)
@@ -45,11 +36,18 @@ def table(rows: Sequence[Stored]) -> Table:
     for stored in newest:
         found.setdefault((stored.machine, stored.text("variant")), {})[stored.text("implementation")] = stored
     symptoms = {line.name: line.symptom for line in LINES}
+    lines_of = {case.name: case.lines for case in CASES}
     lines: list[tuple[Cell, ...]] = []
-    for (machine, case), its in found.items():
-        reports = _reports(case)
+    # Workers side by side leave rows in any order.
+    machines = list(dict.fromkeys(machine for machine, _ in found))
+    order = {case.name: number for number, case in enumerate(CASES)}
+    places = sorted(found, key=lambda key: (machines.index(key[0]), order.get(key[1], len(order))))
+    for machine, case in places:
+        its = found[machine, case]
+        # Nothing where this checkout does not know the case.
+        reports = ", ".join(lines_of.get(case, ()))
         statuses = [its[name].text("status") if name in its else NONE for name in names]
-        symptom = "; ".join(dict.fromkeys(symptoms[line] for line in reports.split(", ") if line in symptoms))
+        symptom = "; ".join(dict.fromkeys(symptoms[line] for line in lines_of.get(case, ())))
         lines.append((machine, case, *statuses, reports, symptom))
     covered = ", ".join(dict.fromkeys(one.line for one in COVERED))
     return Table(
