@@ -395,7 +395,8 @@ def test_blocks_are_filled_before_each_forward_and_each_backward(monkeypatch: py
 
 
 def test_free_blocks_of_all_sizes_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest first; no block of a graph's pool, none in use, no rest that would not be found again."""
+    """The largest first, small segments by what they serve at once; no block of a graph's pool, none in use, no rest
+    that would not be found again."""
 
     def segment(kind: str, pool: tuple[int, int], *blocks: tuple[int, str]) -> dict[str, Any]:
         found = [{"size": size, "state": state} for size, state in blocks]
@@ -403,6 +404,8 @@ def test_free_blocks_of_all_sizes_are_filled(monkeypatch: pytest.MonkeyPatch) ->
 
     snapshot = [
         segment("small", (0, 0), (512, "inactive"), (1024, "active_allocated"), (4096, "inactive")),
+        segment("small", (0, 0), (1 << 21, "inactive")),
+        segment("small", (0, 0), ((1 << 20) + 512, "inactive"), (1 << 19, "active_pending_free")),
         segment("large", (0, 0), (1 << 19, "inactive"), (1 << 22, "inactive")),
         segment("large", (0, 1), (1 << 23, "inactive")),
     ]
@@ -417,7 +420,7 @@ def test_free_blocks_of_all_sizes_are_filled(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "empty", allocate)
     checks.fill_free_blocks()
-    assert asked == [1 << 22, 4096, 512]
+    assert asked == [1 << 22, *[1 << 20] * 3, 4096, 512, 512]
 
 
 # Every outcome is a row.

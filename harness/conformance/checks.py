@@ -120,17 +120,24 @@ def many_calls(subject: Subject) -> Verdict:
     return gate(subject)
 
 
+#: Up to this size, in bytes, torch's caching allocator serves a request from segments of their own.
+_SMALL = 1 << 20
+
+
 def fill_free_blocks() -> None:
     """Fill every free block of torch's caching allocator with bytes of 255: NaN as a float, -1 as an integer."""
     torch.cuda.synchronize()
-    free = [
-        block["size"]
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
-        for block in segment["blocks"]
-        # A small rest of a large segment serves no small request.
-        if block["state"] == "inactive" and (segment["segment_type"] == "small" or block["size"] > 1 << 20)
-    ]
+    free: list[int] = []
+    for segment in torch.cuda.memory_snapshot():
+        if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            # A graph's.
+            continue
+        for size in (block["size"] for block in segment["blocks"] if block["state"] == "inactive"):
+            if segment["segment_type"] == "small":
+                free += [min(_SMALL, size - start) for start in range(0, size, _SMALL)]
+            elif size > _SMALL:
+                # A smaller rest of a large segment serves no request at all.
+                free.append(size)
     # The largest first, so that none of them is split for a smaller one.
     held = [torch.empty(size, dtype=torch.uint8, device="cuda").fill_(255) for size in sorted(free, reverse=True)]
     torch.cuda.synchronize()

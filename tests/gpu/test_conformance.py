@@ -48,15 +48,13 @@ def test_ours_meet_every_case(rows: dict[tuple[str, str], dict[str, Any]], name:
 
 
 def test_free_blocks_are_filled() -> None:
-    """Small and large blocks, whole segments and parts of one."""
+    """Small and large blocks, whole segments and parts of one: what comes next from them holds NaN."""
     torch.cuda.empty_cache()
     sizes = (512, 3 << 10, 700 << 10, 1536 << 10, 5 << 20, 64 << 20)
     held = [torch.zeros(size // 4, device=common.DEVICE) for size in sizes]
-    pointers = {tensor.data_ptr() for tensor in held}
     del held
     fill_free_blocks()
     again = [torch.empty(size // 4, device=common.DEVICE) for size in sizes]
-    assert {tensor.data_ptr() for tensor in again} == pointers
     assert all(bool(tensor.isnan().all()) for tensor in again)
 
 
