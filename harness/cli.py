@@ -1,7 +1,8 @@
-"""The command line: ``moebench list | doctor | check | run | compare | regress | plot | report | reproduce``.
+"""The command line: ``moebench list | doctor | check | conformance | run | compare | regress | plot | report |
+reproduce``.
 
 Bad input gets one line on standard error and exit code 2; a sweep in which points failed ends with exit code 3, a
-regression with exit code 1.
+regression, or a case that one of our own implementations fails, with exit code 1.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 out = Console()
+EXIT_NOT_CONFORMING = 1
 EXIT_USER_ERROR = 2
 EXIT_FAILED_POINTS = 3
 
@@ -130,6 +132,24 @@ def check(
     failed = check_implementations(out, implementations or [], shape, dtype, device, distribution or [])
     if failed:
         raise typer.Exit(EXIT_FAILED_POINTS)
+
+
+@app.command()
+def conformance(
+    implementations: Annotated[
+        list[str] | None, typer.Argument(help="Implementations; default: all with a layer for the device.")
+    ] = None,
+    case: Annotated[list[str] | None, typer.Option("--case", help="Only this case (repeatable).")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is a GPU.")] = "",
+    output: RowsFolder = None,
+    jobs: Annotated[int, typer.Option(help="Worker processes side by side; they share a GPU, nothing is timed.")] = 1,
+    time_limit: Annotated[float, typer.Option(help="Seconds that a case may take, building included.")] = 60.0,
+) -> None:
+    """Meet the public bug reports of MoE kernels; exit code 1 where one of our own implementations fails."""
+    from harness.conformance.command import conformance as run_suite
+
+    if run_suite(out, implementations or [], case or [], device, output, jobs, time_limit):
+        raise typer.Exit(EXIT_NOT_CONFORMING)
 
 
 @app.command()

@@ -12,18 +12,31 @@ _CACHES: dict[str, tuple[str, str]] = {
     "quack": ("QUACK_CACHE_DIR", "~/.cache/moebench/quack"),
     "deep_gemm": ("DG_JIT_CACHE_DIR", "~/.deep_gemm/cache"),
 }
+#: All variables that name a folder in which a compiler keeps what it built: those, Triton's and torch's.
+_FOLDERS = (*(variable for variable, _ in _CACHES.values()), "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def cold_caches(folder: Path) -> dict[str, str]:
+    """Environment variables with which a process finds no compiled kernel: each compiler's cache is a folder of its own
+    below ``folder``."""
+    return {variable: str(folder / variable.lower()) for variable in _FOLDERS}
 
 
 class CompilationCounter:
     """Counts compilations since it was made: graphs that torch.compile traced, Triton kernels (once `watch_triton` was
     called), and new entries in the cache folders of compilers that offer no hook and that this process has imported:
-    what another process compiles there meanwhile is nothing that this one could wait for."""
+    what another process compiles there meanwhile is nothing that this one could wait for.
 
-    def __init__(self) -> None:
+    Args:
+        alone: whether no other process uses the same compilers meanwhile; with False the folders, which all share, do
+            not count.
+    """
+
+    def __init__(self, alone: bool = True) -> None:
         self._folders = [
             Path(os.environ.get(variable) or default).expanduser()
             for module, (variable, default) in _CACHES.items()
-            if module in sys.modules
+            if alone and module in sys.modules
         ]
         self._start = self._total()
 

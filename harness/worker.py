@@ -111,6 +111,11 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             rows = iter(())
         elif job["kind"] == "fake":
             rows = trace_fake(point, plugins.get(point.implementation), bases, context)
+        elif job["kind"] == "conformance":
+            # Only here, since nothing else needs it.
+            from harness.conformance.measure import conformance_rows
+
+            rows = conformance_rows(job, point, plugins.get(point.implementation), context)
         elif job["kind"] == "account":
             rows = count_rows(point, bases, context)
         elif job["kind"] == "ratio":

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from harness.claims import VERDICTS, ClaimResult, Finding
 from harness.errors import UserError
-from harness.report import paper, tables
+from harness.report import conformance, paper, tables
 from harness.report.figures import Figure
 from harness.report.rows import Stored, latest, read, sweep_point_key
 from harness.report.tables import Place, Table, commit_text
@@ -84,6 +84,7 @@ class Report:
         layers, layer_gpus: the paper's layers and the GPUs that have rows of them.
         tables: the tables in their order; `table` finds one.
         paired: (GPU, shape) -> official / ours, forward + backward, from ratio rows.
+        conformance: (GPU, implementation, statuses of its cases in words) of the conformance suite.
         base: from the report's folder to the results folder, for links.
         in_table: places of the rows that stand in the tables of measurements and ratios.
     """
@@ -98,6 +99,7 @@ class Report:
     tables: tuple[Table, ...]
     paired: dict[tuple[str, str], str]
     base: str
+    conformance: tuple[tuple[str, str, str], ...] = ()
     figures: tuple[Figure, ...] = ()
     in_table: frozenset[Place] = field(default_factory=frozenset)
 
@@ -142,7 +144,10 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
     """
     from harness import claims as claims_of
 
-    stored, problems = read(results)
+    everything, problems = read(results)
+    # Rows of the suite say whether, and never how fast: they have tables of their own.
+    of_suite, stored = conformance.split(everything)
+    of_suite.sort(key=lambda one: _ORDER[one.row["measured_on"]])
     newest = sorted(latest(stored, sweep_point_key), key=lambda one: _ORDER[one.row["measured_on"]])
     claims = claims_of.judge(claims_of.lines_of(stored))
     layers, gpus = paper.layers(results)
@@ -154,8 +159,10 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
         problems += [f"against {plain(against)}: {problem}" for problem in more]
         if not earlier:
             raise UserError(f"--against {against}: no rows there")
-        parts.append(tables.against(stored, earlier, plain(against.name or against)))
-    parts += [tables.repeated(stored), *found, tables.failures(newest), _implementations(newest), tables.runs(stored)]
+        parts.append(tables.against(stored, conformance.split(earlier)[1], plain(against.name or against)))
+    parts += [tables.repeated(stored), *found, tables.failures(newest)]
+    parts += [conformance.table(of_suite), conformance.reasons(of_suite)] if of_suite else []
+    parts += [_implementations(newest), tables.runs(everything)]
     machines = _machines(stored, newest)
     return Report(
         summary=_summary(stored, newest, machines),
@@ -167,6 +174,7 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
         layer_gpus=tuple(gpus),
         tables=tuple(table for table in parts if table is not None),
         paired=_paired(newest),
+        conformance=tuple(conformance.summary(of_suite)),
         base=quote(os.fsencode(os.path.relpath(results.resolve(), output.resolve()).replace(os.sep, "/"))),
         in_table=frozenset(in_table),
     )

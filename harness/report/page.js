@@ -164,7 +164,7 @@
         if (column.kind === "place") {
           if (NAMED.includes(this.data.name)) line.id = `row-${content}`;
           cell.append(make("a", { href: `${column.h[column.i[row]]}#L${column.l[row]}` }, content));
-        } else if (column.title === "status" || column.title === "change") {
+        } else if (column.kind === "status" || column.title === "status" || column.title === "change") {
           cell.append(make("span", { className: "badge", "data-value": content }, content));
         } else {
           cell.textContent = content;

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness import store
+from harness.conformance import OPERATION
 from harness.record import MEASURED_STATUSES
 from harness.report import text
 from harness.report.rows import Stored, latest, point_key, times
@@ -41,7 +42,8 @@ Cell = str | Number | Place
 
 @dataclass(frozen=True)
 class Column:
-    """``kind`` is ``text``, ``number`` or ``place``; ``filter``: one value can be chosen; ``wide``: prose, may wrap."""
+    """``kind`` is ``text``, ``number``, ``place`` or ``status`` (shown as a column titled so is); ``filter``: one value
+    can be chosen; ``wide``: prose, may wrap."""
 
     title: str
     kind: str = "text"
@@ -310,11 +312,12 @@ def repeated(rows: Sequence[Stored]) -> Table:
 
 
 def _timed(rows: Iterable[Stored]) -> list[Stored]:
-    """Measurements on a GPU that have a time or might have had one: no counts. A CPU's times say nothing."""
+    """Measurements on a GPU that have a time or might have had one: no counts, no cases of the conformance suite. A
+    CPU's times say nothing."""
     return [
         stored
         for stored in rows
-        if stored.row["record"] == "measurement" and stored.on_gpu
+        if stored.row["record"] == "measurement" and stored.on_gpu and stored.row["operation"] != OPERATION
         and (stored.row["status"] not in MEASURED_STATUSES or times(stored))
     ]  # fmt: skip
 
@@ -323,7 +326,10 @@ def across(rows: Sequence[Stored]) -> Table | None:
     """The latest rows of the same points on several GPUs beside each other; None with fewer than two GPUs.
 
     Times are of one kind for all GPUs of a point: a graph's replay holds gaps that the kernels' busy time does not."""
-    newest = [one for one in latest(rows, point_key) if one.on_gpu and one.row["record"] == "measurement"]
+    newest = [
+        one for one in latest(rows, point_key)
+        if one.on_gpu and one.row["record"] == "measurement" and one.row["operation"] != OPERATION
+    ]  # fmt: skip
     gpus = sorted({one.machine for one in newest if one.row["status"] == "ok"})
     if len(gpus) < 2:
         return None

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness.claims import ClaimResult
-from harness.report import data
+from harness.report import conformance, data
 from harness.report.data import SUBJECTS, Report
 from harness.report.tables import Table, cell_text
 from harness.report.text import NONE, count, in_unit, number, one_line, plain
@@ -44,6 +44,7 @@ def render(out: Console, report: Report) -> None:
         if table is not None and (table.rows or name == "against"):
             changes(out, table)
     _failures(out, report)
+    _conformance(out, report)
 
 
 def _line(out: Console, line: str, indent: int = 0, style: str = "") -> None:
@@ -184,3 +185,18 @@ def _failures(out: Console, report: Report) -> None:
         )
     if len(table.rows) > MOST:
         _line(out, f"… {len(table.rows) - MOST} more in the other forms", 2)
+
+
+def _conformance(out: Console, report: Report) -> None:
+    """How many cases each implementation meets, and the reasons for what an implementation gets wrong."""
+    if not report.conformance:
+        return
+    columns = [("GPU", "text"), ("implementation", "text"), ("cases", "text")]
+    _table(out, "Conformance", columns, report.conformance)
+    table = report.table(conformance.REASONS)
+    wrong = [row for row in table.rows if row[2] not in conformance.EXPECTED] if table else []
+    for row in wrong[:MOST]:
+        machine, name, status, cases, reason, place = map(cell_text, row)
+        _line(out, f"{status}: {name} on {machine} ({cases}): {one_line(reason, 240)} [{place}]", 2)
+    if len(wrong) > MOST:
+        _line(out, f"… {len(wrong) - MOST} more in the other forms", 2)

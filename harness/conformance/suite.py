@@ -1,0 +1,269 @@
+"""Runs the suite: cases in worker processes, every outcome a row, each row stored the moment it exists."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import store
+from harness.compilation import cold_caches
+from harness.conformance import OPERATION, OURS, Case
+from harness.environment import environment, gpu_name, package_version
+from harness.interface import Implementation, Point
+from harness.operations import get_operation
+from harness.points import point_to_dict, row_fields
+from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
+from harness.record import SCHEMA_VERSION, RecordError, utc_now
+from harness.registry import code_hash, installed_reason, refusal
+from harness.runner import FAILED
+from harness.timing import TimingSettings
+
+PASS = "forward_backward"
+#: Seconds that a case may take, building included.
+TIME_LIMIT_S = 60.0
+#: The same once `SLOW_CASES` of an implementation's have not finished; the rest is left out after `MOST_TIMEOUTS`.
+SHORT_LIMIT_S = 20.0
+SLOW_CASES, MOST_TIMEOUTS = 2, 4
+#: Statuses with which one of our own implementations fails the suite.
+FAILURES = (*FAILED, "unstable")
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Lane:
+    """Cases of one implementation that run one after another in one worker, which a crash or a timeout replaces."""
+
+    implementation: Implementation
+    cases: Sequence[Case]
+    worker: WorkerProcess | None = None
+    timeouts: int = 0
+
+
+@dataclass
+class Suite:
+    """One run of the suite on a device.
+
+    Attributes:
+        output: the file that rows go to.
+        time_limit_s: seconds that a case may take, building included.
+        jobs: how many worker processes run side by side.
+        on_row: told each row once it is stored.
+    """
+
+    implementations: Sequence[Implementation]
+    cases: Sequence[Case]
+    device: str
+    output: Path
+    time_limit_s: float = TIME_LIMIT_S
+    jobs: int = 1
+    on_row: Callable[[Row], None] = lambda row: None
+    run_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run_id = f"{utc_now()[:19].replace(':', '').replace('-', '')}-{uuid.uuid4().hex[:6]}"
+        self._machine = environment(self.device, (), initialise_cuda=False)
+        self._gpu = gpu_name() if self.device == "cuda" else None
+        self._stop = threading.Event()
+        self._workers: set[WorkerProcess] = set()
+        # Once for all cases: a plugin's hash reads and parses all that it imports.
+        self._made_of = {
+            plugin.name: (
+                code_hash(plugin),
+                {name: package_version(name) for name in ("torch", "triton", *plugin.distributions)},
+            )
+            for plugin in self.implementations
+        }
+
+    def run(self) -> list[Row]:
+        """Meet every case; rows are in the file as soon as they exist, whatever ends the run."""
+        # More workers than implementations: each implementation's cases are dealt to several.
+        each = max(1, self.jobs // max(len(self.implementations), 1))
+        lanes = [
+            Lane(implementation, self.cases[start::each])
+            for implementation in self.implementations
+            for start in range(min(each, len(self.cases)))
+        ]
+        rows: list[Row] = []
+        if self.jobs == 1:
+            for lane in lanes:
+                self._run_lane(lane, rows.append)
+            return rows
+        # The threads only wait for their workers. A worker dies with the thread that started it, and each lane starts
+        # and ends its own.
+        with ThreadPoolExecutor(self.jobs) as pool:
+            tasks = [pool.submit(self._run_lane, lane, rows.append) for lane in lanes]
+            try:
+                for task in tasks:
+                    task.result()
+            except BaseException:
+                self._end()
+                raise
+        return rows
+
+    def _end(self) -> None:
+        """Let every thread come to its end: whoever asked for that must not wait for a case."""
+        self._stop.set()
+        for worker in list(self._workers):
+            worker.kill()
+
+    def _run_lane(self, lane: Lane, keep: Callable[[Row], None]) -> None:
+        try:
+            for case in lane.cases:
+                if self._stop.is_set():
+                    return
+                row = self._meet(lane, case)
+                if self._stop.is_set():
+                    # What a worker that was ended says is no finding.
+                    return
+                row = self._store(row)
+                keep(row)
+                self.on_row(row)
+        finally:
+            self._close(lane, patience_s=1.0)
+
+    def _start_worker(self, environment: Mapping[str, str] | None = None) -> WorkerProcess:
+        worker = WorkerProcess(environment)
+        self._workers.add(worker)
+        return worker
+
+    def _end_worker(self, worker: WorkerProcess, patience_s: float = 0.0) -> None:
+        self._workers.discard(worker)
+        worker.close(patience_s=patience_s)
+
+    def _close(self, lane: Lane, patience_s: float = 0.0) -> None:
+        if lane.worker is not None:
+            self._end_worker(lane.worker, patience_s)
+            lane.worker = None
+
+    def _store(self, row: Row) -> Row:
+        try:
+            store.append(self.output, row)
+        except RecordError as error:
+            kept = {key: value for key, value in row.items() if key not in ("correctness", "build_s")}
+            row = {**kept, "status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
+            store.append(self.output, row)
+        return row
+
+    def _base(self, implementation: Implementation, case: Case, point: Point) -> Row:
+        where = (self._gpu or "no GPU") if self.device == "cuda" else "cpu"
+        inputs = store.point_inputs(point, PASS, kind=OPERATION, case=asdict(case))
+        key = store.resume_key(inputs, *self._made_of[implementation.name], where)
+        scaled = point.device == "cpu" and case.cpu_shape
+        return {
+            **row_fields(point),
+            "schema": SCHEMA_VERSION,
+            "record": "measurement",
+            "run_id": self.run_id,
+            "sweep": OPERATION,
+            "operation": OPERATION,
+            "variant": case.name,
+            "pass": PASS,
+            "implementation": implementation.name,
+            "label": implementation.label,
+            "measured_on": self.device,
+            "resume_key": key,
+            "notes": [f"{case.cpu_reason}; in full {case.shape}"] if scaled else [],
+        }
+
+    def refusal(self, implementation: Implementation, case: Case, point: Point) -> tuple[str, str] | None:
+        """Why the case does not run, as (status, reason)."""
+        impossible = get_operation(point.operation).unsupported_reason(point)
+        if impossible or (case.cuda_only and self.device == "cpu"):
+            return "unsupported", impossible or case.cuda_only
+        refused = refusal(implementation, point)
+        missing = None if refused else installed_reason(implementation)
+        return ("not_installed", missing) if missing else refused
+
+    def _meet(self, lane: Lane, case: Case) -> Row:
+        implementation = lane.implementation
+        point = case.point(implementation.name, tuple(implementation.dtypes), self.device)
+        base = self._base(implementation, case, point)
+
+        def without_numbers(status: str, reason: str) -> Row:
+            return {**base, "timestamp": utc_now(), "environment": self._machine, "status": status, "reason": reason}
+
+        refused = self.refusal(implementation, case, point)
+        if refused:
+            return without_numbers(*refused)
+        if lane.timeouts >= MOST_TIMEOUTS:
+            return without_numbers("timeout", f"not tried, after {MOST_TIMEOUTS} cases that did not finish")
+        limit_s = self.time_limit_s if lane.timeouts < SLOW_CASES else min(SHORT_LIMIT_S, self.time_limit_s)
+        job: dict[str, Any] = {
+            "kind": OPERATION,
+            "case": case.name,
+            "point": point_to_dict(point),
+            "passes": [PASS],
+            "bases": {PASS: base},
+            "settings": asdict(TimingSettings()),
+            "alone": self.jobs == 1 and case.check != "cold_caches",
+        }
+        if case.check == "cold_caches":
+            found = self._race(job, limit_s)
+        else:
+            try:
+                lane.worker = lane.worker or self._start_worker()
+            except WorkerStartError as error:
+                return without_numbers("crashed", f"the worker process did not start: {error}")
+            keep, found = outcome(lane.worker, job, limit_s)
+            if not keep:
+                self._close(lane)
+        if isinstance(found, tuple):
+            lane.timeouts += found[0] == "timeout"
+            return without_numbers(*found)
+        return found
+
+    def _race(self, job: dict[str, Any], limit_s: float) -> Row | tuple[str, str]:
+        """The same job in two processes at once, whose compilers find empty caches in the same folders."""
+        with tempfile.TemporaryDirectory(prefix="moebench-cold-") as folder, ThreadPoolExecutor(2) as pool:
+            caches = cold_caches(Path(folder))
+
+            def one(_: int) -> Row | tuple[str, str]:
+                try:
+                    worker = self._start_worker(caches)
+                except WorkerStartError as error:
+                    return "crashed", f"the worker process did not start: {error}"
+                try:
+                    return outcome(worker, job, limit_s)[1]
+                finally:
+                    self._end_worker(worker)
+
+            try:
+                found = list(pool.map(one, range(2)))
+            except BaseException:
+                self._end()
+                raise
+        wrong = [one for one in found if isinstance(one, tuple) or one["status"] != "ok"]
+        return wrong[0] if wrong else found[0]
+
+
+def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple[bool, Row | tuple[str, str]]:
+    """Run one job: is the worker still good, and its row, or (status, reason) where it gave none."""
+    row: Row | None = None
+    failed: tuple[str, str] | None = None
+    try:
+        for event in worker.run(job, limit_s):
+            if event["event"] == "row":
+                row = event["row"]
+            elif event["event"] == "failed":
+                failed = event["status"], f"while in {worker.phase}: {event['reason']}"
+            elif event["event"] == "done":
+                return not event["poisoned"], failed or row or ("crashed", "the case ended without a row")
+    except WorkerTimeout:
+        return False, ("timeout", f"not finished after {limit_s:.0f} s, while in {worker.phase}")
+    except WorkerDied as death:
+        tail = worker.log_tail()
+        reason = f"the worker died while in {worker.phase} ({describe_exit(death.exit_code)})"
+        return False, ("crashed", f"{reason}\n{tail}" if tail else reason)
+    return False, ("crashed", "the worker's events ended")
+
+
+def failed_of_ours(rows: Sequence[Row], ours: Sequence[str] = OURS) -> list[Row]:
+    """Rows with which one of our own implementations fails."""
+    return [row for row in rows if row["implementation"] in ours and row["status"] in FAILURES]

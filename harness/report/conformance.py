@@ -1,0 +1,97 @@
+"""The conformance suite in the report: who meets which public bug report, and why not."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+from harness.conformance import CASES, COVERED, LINES, OPERATION
+from harness.report.rows import Stored, latest
+from harness.report.tables import Cell, Column, Place, Table
+from harness.report.text import NONE, count
+
+#: Anchors of the two tables.
+NAME, REASONS = "conformance", "conformance-reasons"
+#: Statuses besides ok that are no finding.
+EXPECTED = ("unsupported", "not_installed")
+
+
+def split(rows: Sequence[Stored]) -> tuple[list[Stored], list[Stored]]:
+    """Rows of the suite, and all others."""
+    of_suite = [stored for stored in rows if stored.row["operation"] == OPERATION]
+    return of_suite, [stored for stored in rows if stored.row["operation"] != OPERATION]
+
+
+def _newest(rows: Sequence[Stored]) -> list[Stored]:
+    """The last row of each case and implementation on each machine, whatever the case's shape was then."""
+    return latest(rows, lambda one: json.dumps([one.machine, one.text("variant"), one.text("implementation")]))
+
+
+def table(rows: Sequence[Stored]) -> Table:
+    """Cases down, implementations across; one machine below the other."""
+    newest = _newest(rows)
+    names = sorted({stored.text("implementation") for stored in newest})
+    found: dict[tuple[str, str], dict[str, Stored]] = {}
+    for stored in newest:
+        found.setdefault((stored.machine, stored.text("variant")), {})[stored.text("implementation")] = stored
+    symptoms = {line.name: line.symptom for line in LINES}
+    lines_of = {case.name: case.lines for case in CASES}
+    lines: list[tuple[Cell, ...]] = []
+    # Workers side by side leave rows in any order.
+    machines = list(dict.fromkeys(machine for machine, _ in found))
+    order = {case.name: number for number, case in enumerate(CASES)}
+    places = sorted(found, key=lambda key: (machines.index(key[0]), order.get(key[1], len(order))))
+    for machine, case in places:
+        its = found[machine, case]
+        # Nothing where this checkout does not know the case.
+        reports = ", ".join(lines_of.get(case, ()))
+        statuses = [its[name].text("status") if name in its else NONE for name in names]
+        symptom = "; ".join(dict.fromkeys(symptoms[line] for line in lines_of.get(case, ())))
+        lines.append((machine, case, *statuses, reports, symptom))
+    covered = ", ".join(dict.fromkeys(one.line for one in COVERED))
+    return Table(
+        NAME, "Conformance",
+        "Public bug reports of MoE kernels, each as its smallest input. ok: output and all gradients agree with the "
+        "fp32 reference, and what the case asks for besides holds. Also met by tests of this repository, since they "
+        f"concern measuring or our own kernels: {covered}.",
+        (Column("GPU", filter=True), Column("case"), *(Column(name, "status") for name in names),
+         Column("reports"), Column("symptom", wide=True)),
+        tuple(lines), "Nobody has run moebench conformance yet.",
+    )  # fmt: skip
+
+
+def reasons(rows: Sequence[Stored]) -> Table:
+    """Why a case is not ok, those of one reason together."""
+    found: dict[tuple[str, str, str, str], list[Stored]] = {}
+    for stored in _newest(rows):
+        if stored.row["status"] != "ok":
+            key = (stored.machine, stored.text("implementation"), stored.text("status"), stored.text("reason"))
+            found.setdefault(key, []).append(stored)
+    lines: list[tuple[Cell, ...]] = []
+    # What somebody must look at stands first.
+    for (machine, name, status, reason), group in sorted(found.items(), key=lambda item: item[0][2] in EXPECTED):
+        cases = [stored.text("variant") for stored in group]
+        which = ", ".join(cases) if len(cases) <= 4 else f"{', '.join(cases[:3])} and {len(cases) - 3} more"
+        lines.append((machine, name, status, which, reason, Place(group[0].file, group[0].line)))
+    return Table(
+        REASONS, "Conformance: what is not ok",
+        "Cases of the table above whose status is not ok, those of one reason together, with the first of them.",
+        (Column("GPU", filter=True), Column("implementation", filter=True), Column("status", filter=True),
+         Column("cases", wide=True), Column("reason", wide=True), Column("first row", "place")),
+        tuple(lines), "Every case is ok.",
+    )  # fmt: skip
+
+
+def in_words(counts: Counter[str]) -> str:
+    """``36 ok, 2 unsupported of 38 cases``."""
+    found = sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0]))
+    return f"{', '.join(f'{number:,} {status}' for status, number in found)} of {count(counts.total(), 'case')}"
+
+
+def summary(rows: Sequence[Stored]) -> list[tuple[str, str, str]]:
+    """(machine, implementation, statuses of its cases), in the rows' order."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for stored in _newest(rows):
+        counts.setdefault((stored.machine, stored.text("implementation")), Counter())[stored.text("status")] += 1
+    return [(machine, name, in_words(found)) for (machine, name), found in counts.items()]
