@@ -7,6 +7,8 @@ regression with exit code 1.
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import signal
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from harness.interface import Implementation
@@ -31,7 +33,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-out = Console()
+
+
+class _Output(Console):
+    """Standard output. Where nobody reads it any more (``moebench list | head``), the command ends as a signal ends it:
+    exit code 141, and no word unless rows were being stored."""
+
+    def on_broken_pipe(self) -> None:
+        # Nothing else may go there, at the interpreter's end neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _signals.append(signal.SIGPIPE)
+        raise _Ended
+
+
+out = _Output()
 EXIT_USER_ERROR = 2
 EXIT_FAILED_POINTS = 3
 
@@ -146,8 +161,8 @@ def run(
     """Measure sweeps; every outcome is a row in <output>/<sweep>.jsonl."""
     from harness.session import run_sweeps
 
-    global _storing
-    _storing = not dry_run
+    global _kept
+    _kept = "" if dry_run else "; every finished row is stored, continue with --resume"
     failed = run_sweeps(
         out, sweeps, only or [], skip or [], shape or [], resume=resume, dry_run=dry_run, output=output, mode=mode
     )
@@ -171,8 +186,8 @@ def compare(
     if comparing.are_rows(first, second):
         comparing.compare_rows(out, Path(first), Path(second))
         return
-    global _storing
-    _storing = True
+    global _kept
+    _kept = "; every finished row is stored"
     if comparing.compare(out, (first, second), shape, operation, variant, dtype, output):
         raise typer.Exit(EXIT_FAILED_POINTS)
 
@@ -245,8 +260,8 @@ def reproduce() -> None:
     """Measure what this machine can (the paper's sweeps on a GPU, else CPU scale) and draw every figure."""
     from harness.session import reproduce as run_everything
 
-    global _storing
-    _storing = True
+    global _kept
+    _kept = "; every finished row is stored, run it again to continue"
     run_everything(out)
 
 
@@ -255,9 +270,9 @@ class _Ended(BaseException):
     without a word."""
 
 
-#: The signals that asked to stop; whether a command was at work that stores rows.
+#: The signals that asked to stop; what becomes of the rows, where a command is at work that stores some.
 _signals: list[int] = []
-_storing = False
+_kept = ""
 
 
 def _end(number: int, _frame: object) -> None:
@@ -269,6 +284,10 @@ def _end(number: int, _frame: object) -> None:
 
 def main() -> None:
     """Entry point: turns every `UserError` into one line and exit code 2, and ends tidily when told to."""
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files and reasons may hold what a terminal's encoding does not.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         # Under nohup, say, it is ignored and stays so (None: not Python's to change).
@@ -277,21 +296,22 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"moebench: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"moebench: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     except OSError as error:
         # A path that is too long, or lies where nobody may look: found by whoever looks first.
         if _signals or error.errno is None:
             raise
-        print(f"moebench: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        where = error.filename or "standard output or a file"
+        print(one_line(f"moebench: {where}: {error.strerror}{_kept}"), file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     except BaseException:
         # An import that a signal cut off may end in any exception.
         if not _signals:
             raise
         with contextlib.suppress(OSError):  # a terminal that has gone
-            kept = "; every finished row is stored, continue with --resume" if _storing else ""
-            print(f"moebench: interrupted{kept}", file=sys.stderr)
+            if _kept or _signals[0] != signal.SIGPIPE:
+                print(f"moebench: interrupted{_kept}", file=sys.stderr)
         sys.exit(128 + _signals[0])
     finally:
         for number, handler in before.items():
