@@ -35,7 +35,7 @@ CONTENTS = {
     "UTF-16": "[sweep]\n".encode("utf-16"),
     "deep": b"a = " + DEEP,
     "deep JSON": DEEP,
-    "deep keys": b".".join([b"a"] * 5000) + b" = 1",
+    "deep keys": b"[sweep]\nname" + b".a" * 5000 + b" = 1",
     "digits": b"a = " + b"9" * 9000,
     "hexadecimal": b"a = 0x" + b"f" * 9000,
     "digits in JSON": b'{"schema": ' + b"9" * 9000 + b"}",

@@ -400,6 +400,19 @@ def test_a_sweep_stops_at_a_full_disk_and_goes_on_later(
     assert [one["routing"]["method"] for one in rows] == ["top_k", "nearest", "up", "down"]
 
 
+def test_a_second_sweep_that_cannot_store_stops_before_the_first_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WorkerProcess", HereWorker)
+    names = [tmp_path / "first.toml", tmp_path / "second.toml"]
+    for name in names:
+        name.write_text(SWEEP)
+    (tmp_path / "rows" / "second.jsonl").mkdir(parents=True)
+    with pytest.raises(WriteError, match=r"second\.jsonl: cannot be written: Is a directory"):
+        session.run_sweeps(Console(file=io.StringIO()), [*map(str, names)], (), (), (), output=tmp_path / "rows")
+    assert [path.name for path in (tmp_path / "rows").iterdir()] == ["second.jsonl"] and not store._held
+
+
 def test_a_sweep_into_a_file_that_another_run_holds_does_nothing(run: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "rows" / "counted.jsonl"
     run()
