@@ -1,7 +1,7 @@
 """The command line: ``moebench list | doctor | check | run | compare | regress | plot | report | reproduce``.
 
-Bad input gets one line on standard error and exit code 2; a sweep in which points failed ends with exit code 3, a
-regression with exit code 1.
+Bad input, and a place where rows cannot be stored, get one line on standard error and exit code 2. A command that a
+signal ends has exit code 128 + its number, a sweep in which points failed 3, a regression 1.
 """
 
 from __future__ import annotations

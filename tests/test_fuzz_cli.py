@@ -37,7 +37,7 @@ CONTENTS = {
     "deep JSON": DEEP,
     "deep keys": b"[sweep]\nname" + b".a" * 5000 + b" = 1",
     "digits": b"a = " + b"9" * 9000,
-    "hexadecimal": b"a = 0x" + b"f" * 9000,
+    "hexadecimal": b"[sweep]\nname = 0x" + b"f" * 9000,
     "digits in JSON": b'{"schema": ' + b"9" * 9000 + b"}",
     "a string of escapes": b'"\\ud800\\u0000\\u001b[31m"',
     "terminal": b'"\x1b]0;x\x07" = 1\n',
