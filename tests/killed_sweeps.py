@@ -48,7 +48,7 @@ implementations = ["torch_loop"]
 shapes = [{shapes}]
 """
 #: Seconds until a process that should have ended counts as left behind.
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def cheap_rows(
