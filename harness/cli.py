@@ -287,7 +287,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # Names of files and reasons may hold what a terminal's encoding does not.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError, ValueError):  # closed, or put in another's place
+                stream.reconfigure(errors="backslashreplace")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         # Under nohup, say, it is ignored and stays so (None: not Python's to change).

@@ -22,8 +22,9 @@ from harness.record import Row, check, clean, validate
 
 #: A row with one of these statuses needs no second run; every other failure is worth another try.
 FINAL_STATUSES = ("ok", "unsupported")
-#: Seconds that a single row waits for another process to end its writing.
-PATIENCE_S = 30.0
+#: Seconds that a single row waits for another process to end its writing; and that a sweep waits for one that was
+#: killed just now, which takes a moment to let go.
+PATIENCE_S, HOLD_PATIENCE_S = 30.0, 1.0
 #: How every line begins that `append` writes.
 _START = b'{"schema":'
 _ADVICE = {
@@ -78,7 +79,7 @@ def hold(path: Path | str) -> Iterator[None]:
     with _writing:
         if name not in _held:
             with _refusals(path):
-                _held[name] = _Held(*_locked(path, patience_s=0.0))
+                _held[name] = _Held(*_locked(path, HOLD_PATIENCE_S))
         _held[name].users += 1
     try:
         yield
@@ -115,7 +116,7 @@ def append(path: Path | str, row: Mapping[str, Any]) -> None:
         if held is not None:
             if not _is_at(held.descriptor, path):
                 # Somebody moved it away, or took it away: rows written on would be lost.
-                descriptor, held.made = _locked(path, patience_s=0.0)
+                descriptor, held.made = _locked(path, HOLD_PATIENCE_S)
                 held.descriptor, descriptor = descriptor, held.descriptor
                 os.close(descriptor)
             _add(held.descriptor, line)

@@ -23,6 +23,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -182,6 +183,8 @@ def run_command_line(folder: Path, sweep: Path, told: int, errors: int, calls: A
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
@@ -296,10 +299,10 @@ class Campaign:
         first.listen(time.monotonic() + PATIENCE_S, enough=3)
         self.look(Try(self.folder, self.sweep).end(alone=False), "second")
         first.kill(signal.SIGKILL)
+        self.look(first.end(), "first", signal.SIGKILL)
         third = Try(self.folder, self.sweep)
         third.listen(time.monotonic() + PATIENCE_S, enough=3)
         third.kill(signal.SIGTERM)
-        self.look(first.end(alone=False), "first", signal.SIGKILL)
         self.look(third.end(), "third", signal.SIGTERM)
 
     def full_disk(self) -> None:

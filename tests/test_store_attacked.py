@@ -290,7 +290,8 @@ def other_process(path: Path) -> Iterator[None]:
 
 def test_a_file_that_is_held_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(store, "PATIENCE_S", 0.05)
+    for name in ("PATIENCE_S", "HOLD_PATIENCE_S"):
+        monkeypatch.setattr(store, name, 0.05)
     with hold(path):
         with hold(path):
             append(path, row(run_id="a"))
