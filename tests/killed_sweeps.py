@@ -297,6 +297,8 @@ class Campaign:
         """A second sweep into the same file is refused while the first runs, and taken once it has been killed."""
         first = Try(self.folder, self.sweep)
         first.listen(time.monotonic() + PATIENCE_S, enough=3)
+        # It must not run out of points while the second one waits.
+        first.kill(signal.SIGSTOP)
         self.look(Try(self.folder, self.sweep).end(alone=False), "second")
         first.kill(signal.SIGKILL)
         self.look(first.end(), "first", signal.SIGKILL)
