@@ -1,13 +1,16 @@
 """The command line: ``moebench list | doctor | check | conformance | run | compare | regress | plot | report |
 reproduce``.
 
-Bad input gets one line on standard error and exit code 2; a sweep in which points failed ends with exit code 3, a
-regression, or a case that one of our own implementations fails, with exit code 1.
+Bad input, and a place where rows cannot be stored, get one line on standard error and exit code 2. A command that a
+signal ends has exit code 128 + its number, a sweep in which points failed 3, a regression, or a case of the conformance
+suite that one of our own implementations fails, 1.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import signal
 import sys
 from pathlib import Path
@@ -19,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from harness.interface import Implementation
@@ -32,7 +35,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-out = Console()
+
+
+class _Output(Console):
+    """Standard output. Where nobody reads it any more (``moebench list | head``), the command ends as a signal ends it:
+    exit code 141, and no word unless rows were being stored."""
+
+    def on_broken_pipe(self) -> None:
+        # Nothing else may go there, at the interpreter's end neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _signals.append(signal.SIGPIPE)
+        raise _Ended
+
+
+out = _Output()
 EXIT_NOT_CONFORMING = 1
 EXIT_USER_ERROR = 2
 EXIT_FAILED_POINTS = 3
@@ -172,8 +188,8 @@ def run(
     """Measure sweeps; every outcome is a row in <output>/<sweep>.jsonl."""
     from harness.session import run_sweeps
 
-    global _storing
-    _storing = not dry_run
+    global _kept
+    _kept = "" if dry_run else "; every finished row is stored, continue with --resume"
     failed = run_sweeps(
         out,
         sweeps,
@@ -207,8 +223,8 @@ def compare(
     if comparing.are_rows(first, second):
         comparing.compare_rows(out, Path(first), Path(second))
         return
-    global _storing
-    _storing = True
+    global _kept
+    _kept = "; every finished row is stored"
     if comparing.compare(out, (first, second), shape, operation, variant, dtype, output):
         raise typer.Exit(EXIT_FAILED_POINTS)
 
@@ -281,8 +297,8 @@ def reproduce() -> None:
     """Measure what this machine can (the paper's sweeps on a GPU, else CPU scale) and draw every figure."""
     from harness.session import reproduce as run_everything
 
-    global _storing
-    _storing = True
+    global _kept
+    _kept = "; every finished row is stored, run it again to continue"
     run_everything(out)
 
 
@@ -291,9 +307,9 @@ class _Ended(BaseException):
     without a word."""
 
 
-#: The signals that asked to stop; whether a command was at work that stores rows.
+#: The signals that asked to stop; what becomes of the rows, where a command is at work that stores some.
 _signals: list[int] = []
-_storing = False
+_kept = ""
 
 
 def _end(number: int, _frame: object) -> None:
@@ -305,6 +321,11 @@ def _end(number: int, _frame: object) -> None:
 
 def main() -> None:
     """Entry point: turns every `UserError` into one line and exit code 2, and ends tidily when told to."""
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files and reasons may hold what a terminal's encoding does not.
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError, ValueError):  # closed, or put in another's place
+                stream.reconfigure(errors="backslashreplace")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         # Under nohup, say, it is ignored and stays so (None: not Python's to change).
@@ -313,21 +334,22 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"moebench: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"moebench: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     except OSError as error:
         # A path that is too long, or lies where nobody may look: found by whoever looks first.
         if _signals or error.errno is None:
             raise
-        print(f"moebench: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        where = error.filename or "standard output or a file"
+        print(one_line(f"moebench: {where}: {error.strerror}{_kept}"), file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     except BaseException:
         # An import that a signal cut off may end in any exception.
         if not _signals:
             raise
         with contextlib.suppress(OSError):  # a terminal that has gone
-            kept = "; every finished row is stored, continue with --resume" if _storing else ""
-            print(f"moebench: interrupted{kept}", file=sys.stderr)
+            if _kept or _signals[0] != signal.SIGPIPE:
+                print(f"moebench: interrupted{_kept}", file=sys.stderr)
         sys.exit(128 + _signals[0])
     finally:
         for number, handler in before.items():

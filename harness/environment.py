@@ -89,6 +89,7 @@ def environment(measured_on: str, packages: Iterable[str] = (), initialise_cuda:
     return found
 
 
+@functools.cache
 def package_version(distribution: str) -> str | None:
     """The installed version of a distribution; None where it is not installed."""
     try:

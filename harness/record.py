@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, TypedDict, cast
 
+from harness.documents import DEPTH, LONE, beyond
 from harness.errors import UserError
 from harness.interface import DTYPES, Point
 from harness.shapes import MoEShape
@@ -175,6 +176,66 @@ _CHOICES = {
 }
 
 
+#: JSON type of each field (`docs/schema.md`). ``a.b`` is the key b of the object a, or of each object in the list a; a
+#: key that is not here may hold anything. null is as good as absent.
+TYPES: dict[str, str] = {
+    field: kind
+    for kind, fields in {
+        "text": """
+            run_id timestamp sweep resume_key operation variant record pass dtype status reason measured_on
+            stop_criterion backward_method mode implementation label numerator denominator numerator_label
+            denominator_label denominator_variant time_kind basis basis_reason layer.activation
+            layer.router_convention routing.method routing.distribution denominator_routing.method
+            denominator_routing.distribution latency_ms.mode device_ms.basis device_ms.basis_reason kernels.name
+            kernels.role dropped_samples.reason environment.measured_on environment.gpu environment.gpu_uuid
+            environment.driver environment.cuda environment.compute_capability environment.torch environment.triton
+            environment.python environment.platform environment.host environment.cpu environment.commit
+        """,
+        "integer": """
+            schema samples latency_ms.samples device_ms.samples busy_ms.samples shape.T shape.d shape.n shape.E shape.K
+            problem.M problem.N problem.K problem.groups routing.seed routing.m_tile routing.routed_rows
+            routing.padded_rows routing.dropped routing.added routing.empty_experts denominator_routing.seed
+            denominator_routing.m_tile denominator_routing.routed_rows denominator_routing.padded_rows
+            denominator_routing.dropped denominator_routing.added denominator_routing.empty_experts costs.flops
+            costs.hardware_flops costs.boundary_bytes costs.algorithm_bytes memory_bytes.static memory_bytes.held
+            memory_bytes.peak memory_bytes.layer dropped_samples.count environment.sm_count environment.l2_bytes
+            environment.gpu_memory_bytes environment.gpu_index environment.cpu_threads
+        """,
+        "number": """
+            build_s value kernels.calls kernels.us costs.floor_share latency_ms.median latency_ms.p05 latency_ms.p95
+            device_ms.median busy_ms.median tflops.host tflops.device tflops.hardware gb_per_s.host gb_per_s.device
+        """,
+        "object": """
+            shape layer routing problem correctness correctness.relative_l2 correctness.worst_token_or_expert
+            correctness.tolerance overhead_s latency_ms device_ms busy_ms tflops gb_per_s costs costs.floor_ms
+            memory_bytes dropped_samples training denominator_routing environment environment.packages
+            environment.during_samples
+        """,
+        "array": "notes kernels ci95 latency_ms.ci95 device_ms.ci95 busy_ms.ci95",
+        "boolean": "layer.bias problem.gather environment.dirty",
+    }.items()
+    for field in fields.split()
+}
+_TYPE_TEXT = {
+    "text": "text",
+    "integer": "a whole number",
+    "number": "a number",
+    "object": "an object",
+    "array": "a list",
+    "boolean": "true or false",
+}
+#: Object or list of objects -> its keys' types.
+_INNER: dict[str, dict[str, str]] = {}
+for _field, _type in TYPES.items():
+    if "." in _field:
+        _INNER.setdefault(_field.split(".")[0], {})[_field.split(".")[1]] = _type
+#: Of some objects every value is a number, whatever its name.
+_OF_NUMBERS = (("overhead_s",), ("costs", "floor_ms"))
+#: What every kernel of a breakdown has.
+_OF_A_KERNEL = ("name", "calls", "us")
+_TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", re.ASCII)
+
+
 def gpu_slug(name: str) -> str:
     """A GPU's name as a folder name: ``NVIDIA H200`` -> ``nvidia_h200``. Raises `UserError` where nothing is left."""
     slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
@@ -202,25 +263,35 @@ def point_fields(point: Point) -> dict[str, Any]:
 
 
 def clean(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row in JSON's own types: tuples become lists, NumPy and torch scalars Python numbers.
+    """The row in JSON's own types: tuples become lists, NumPy and torch scalars Python numbers, and halves of surrogate
+    pairs in texts, which UTF-8 cannot hold, the sign for a lost character. What is nested too deeply stays as it is.
 
     A NaN or infinite error of a wrong result is a finding that JSON cannot write, so within ``correctness`` it becomes
     the text ``nan``, ``inf`` or ``-inf``; anywhere else it stays and `validate` refuses it."""
 
-    def plain(value: Any, spell_out: bool) -> Any:
+    def plain(value: Any, spell_out: bool, depth: int = 0) -> Any:
+        if depth > DEPTH:
+            return value
         if isinstance(value, Mapping):
-            return {str(key): plain(item, spell_out) for key, item in value.items()}
+            return {_text(key): plain(item, spell_out, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple, set, frozenset)):
-            return [plain(item, spell_out) for item in value]
-        if value is None or isinstance(value, (str, bool, int)):
+            return [plain(item, spell_out, depth + 1) for item in value]
+        if isinstance(value, str):
+            return _text(value)
+        if value is None or isinstance(value, (bool, int)):
             return value
         if isinstance(value, float):
             return str(value) if spell_out and not math.isfinite(value) else float(value)
         if hasattr(value, "item"):
-            return plain(value.item(), spell_out)
+            return plain(value.item(), spell_out, depth + 1)
         return value
 
-    return {str(key): plain(value, key == "correctness") for key, value in row.items()}
+    return {_text(key): plain(value, key == "correctness") for key, value in row.items()}
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def check(row: Mapping[str, Any]) -> Row:
@@ -235,6 +306,9 @@ def validate(row: Any) -> list[str]:
     """Every rule that a row breaks, one sentence each; empty for a good row."""
     if not isinstance(row, Mapping):
         return [f"a row must be a JSON object, not {type(row).__name__}"]
+    wrong = beyond(row)
+    if wrong:
+        return [wrong]
     schema = row.get("schema")
     if not isinstance(schema, int) or isinstance(schema, bool):
         return ["schema: missing; every row carries the number of its schema"]
@@ -244,12 +318,16 @@ def validate(row: Any) -> list[str]:
         return [f"schema {schema}: unknown; this harness writes {SCHEMA_VERSION}"]
     record = row.get("record")
     if record not in RECORDS:
-        return [f"record {record!r}: choose from {', '.join(RECORDS)}"]
+        return [f"record {_shown(record)}: choose from {', '.join(RECORDS)}"]
 
     problems = _presence(row, record)
     problems += _finite(row, "")
+    types = _types(row)
+    if types:
+        # What follows takes the types for granted.
+        return problems + types
     problems += [
-        f"{field} {row[field]!r}: choose from {', '.join(choices)}"
+        f"{field} {_shown(row[field])}: choose from {', '.join(choices)}"
         for field, choices in _CHOICES.items()
         if row.get(field) is not None and row[field] not in choices
     ]
@@ -257,6 +335,57 @@ def validate(row: Any) -> list[str]:
     problems += _status_rules(row, record)
     problems += _numbers(row)
     return problems
+
+
+def _shown(value: Any) -> str:
+    """The value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _types(row: Mapping[str, Any]) -> list[str]:
+    problems = []
+
+    def check_type(where: str, value: Any, wanted: str) -> bool:
+        fits = value is None or _is_type(value, wanted)
+        if not fits:
+            problems.append(f"{where}: must be {_TYPE_TEXT[wanted]}, not {_shown(value)}")
+        return fits and value is not None
+
+    for field, value in row.items():
+        if field not in TYPES or not check_type(field, value, TYPES[field]):
+            continue
+        for number, part in enumerate(value, 1) if field == "kernels" else ((0, value),):
+            where = f"{field}[{number}]" if number else field
+            if field == "kernels" and not _is_type(part, "object"):
+                problems.append(f"{where}: must be an object, not {_shown(part)}")
+                continue
+            for key, wanted in _INNER.get(field, {}).items():
+                check_type(f"{where}.{key}", part.get(key), wanted)
+            if field == "kernels":
+                missing = [key for key in _OF_A_KERNEL if part.get(key) is None]
+                if missing:
+                    problems.append(f"{where}: lacks {', '.join(missing)}")
+    for path in _OF_NUMBERS:
+        table: Any = row
+        for key in path:
+            table = table.get(key) if isinstance(table, Mapping) else None
+        if isinstance(table, Mapping):
+            for key, value in table.items():
+                check_type(f"{'.'.join(path)}.{key}", value, "number")
+    return problems
+
+
+def _is_type(value: Any, wanted: str) -> bool:
+    if wanted == "text":
+        return isinstance(value, str)
+    if wanted == "integer":
+        return _is_int(value)
+    if wanted == "number":
+        return _is_number(value)
+    if wanted == "boolean":
+        return isinstance(value, bool)
+    return isinstance(value, Mapping if wanted == "object" else (list, tuple))
 
 
 def _is_int(value: Any) -> bool:
@@ -283,10 +412,13 @@ def _presence(row: Mapping[str, Any], record: str) -> list[str]:
 
 def _finite(value: Any, where: str) -> list[str]:
     if isinstance(value, Mapping):
-        return [p for key, item in value.items() for p in _finite(item, f"{where}.{key}" if where else str(key))]
+        keys = [f"{where}.{key}: a key that holds half a surrogate pair" for key in value if LONE.search(str(key))]
+        return keys + [p for key, item in value.items() for p in _finite(item, f"{where}.{key}" if where else str(key))]
     if isinstance(value, (list, tuple)):
         return [p for i, item in enumerate(value) for p in _finite(item, f"{where}[{i}]")]
-    if value is None or isinstance(value, (str, bool, int)):
+    if isinstance(value, str):
+        return [f"{where}: holds half a surrogate pair, which is no character"] if LONE.search(value) else []
+    if value is None or isinstance(value, (bool, int)):
         return []
     if isinstance(value, float):
         return [] if math.isfinite(value) else [f"{where}: {value} is not a finite number"]
@@ -295,19 +427,19 @@ def _finite(value: Any, where: str) -> list[str]:
 
 def _identity(row: Mapping[str, Any]) -> list[str]:
     problems = []
-    for field in ("run_id", "sweep", "operation", "variant", "implementation", "label", "numerator", "denominator"):
-        if row.get(field) is not None and not isinstance(row[field], str):
-            problems.append(f"{field}: must be text")
     timestamp = row.get("timestamp")
     if timestamp is not None:
         try:
             moment = datetime.fromisoformat(timestamp)
-        except (TypeError, ValueError):
-            problems.append(f"timestamp {timestamp!r}: must be ISO 8601, e.g. 2026-01-31T12:00:00+00:00")
+        except ValueError:
+            problems.append(f"timestamp {_shown(timestamp)}: must be ISO 8601, e.g. 2026-01-31T12:00:00+00:00")
         else:
             offset = moment.utcoffset()
             if offset is None or offset.total_seconds() != 0:
                 problems.append(f"timestamp {timestamp!r}: must be in UTC")
+            elif not _TIMESTAMP.fullmatch(timestamp):
+                # Readers find the latest row by comparing texts.
+                problems.append(f"timestamp {timestamp!r}: must be written as 2026-01-31T12:00:00+00:00 is")
     shape = row.get("shape")
     if shape is not None:
         try:
@@ -319,18 +451,15 @@ def _identity(row: Mapping[str, Any]) -> list[str]:
         ("routing", ("method", "distribution", "seed", "m_tile")),
         ("denominator_routing", ("method", "distribution", "seed", "m_tile")),
     ):
-        value = row.get(field)
+        value: Any = row.get(field)
         if value is None:
             continue
-        if not isinstance(value, Mapping):
-            problems.append(f"{field}: must be an object")
-            continue
-        missing = [key for key in keys if key not in value]
+        missing = [key for key in keys if value.get(key) is None]
         if missing:
             problems.append(f"{field}: lacks {', '.join(missing)}")
     environment = row.get("environment")
     if environment is not None:
-        if not isinstance(environment, Mapping) or not environment:
+        if not environment:
             problems.append("environment: must be an object that says where the row was measured")
         elif environment.get("measured_on", row.get("measured_on")) != row.get("measured_on"):
             problems.append(
@@ -346,9 +475,7 @@ def _status_rules(row: Mapping[str, Any], record: str) -> list[str]:
     problems = []
     status = row.get("status")
     reason = row.get("reason")
-    if reason is not None and not isinstance(reason, str):
-        problems.append("reason: must be text")
-    elif status in STATUSES and status != "ok" and not (reason or "").strip():
+    if status in STATUSES and status != "ok" and not (reason or "").strip():
         problems.append(f"reason: missing; status {status} must say why")
     present = [field for field in PERFORMANCE if row.get(field) is not None]
     if status not in MEASURED_STATUSES:
@@ -358,7 +485,7 @@ def _status_rules(row: Mapping[str, Any], record: str) -> list[str]:
         problems += [f"{field}: missing" for field in _RATIO_NUMBERS if row.get(field) is None]
     measured_on = row.get("measured_on")
     environment = row.get("environment")
-    if measured_on == "cuda" and isinstance(environment, Mapping) and environment and not environment.get("gpu"):
+    if measured_on == "cuda" and environment and not environment.get("gpu"):
         problems.append("environment.gpu: missing; a number measured on a GPU names it")
     if measured_on == "fake":
         timed = [field for field in present if field != "memory_bytes"]
@@ -389,9 +516,6 @@ def _numbers(row: Mapping[str, Any]) -> list[str]:
         summary = row.get(field)
         if summary is None:
             continue
-        if not isinstance(summary, Mapping):
-            problems.append(f"{field}: must be an object with median, ci95 and samples")
-            continue
         problems += _interval(summary, "median", field + ".")
         if "mode" in summary and summary["mode"] not in MODES:
             problems.append(f"{field}.mode {summary['mode']!r}: choose from {', '.join(MODES)}")
@@ -400,19 +524,23 @@ def _numbers(row: Mapping[str, Any]) -> list[str]:
     if row.get("record") == "ratio" and row.get("value") is not None:
         problems += _interval(row, "value", "")
     for field in ("tflops", "gb_per_s"):
-        table = row.get(field)
-        if table is None:
-            continue
-        if not isinstance(table, Mapping) or any(not _is_number(v) for v in table.values() if v is not None):
-            problems.append(f"{field}: must be an object of numbers")
+        table: Any = row.get(field) or {}
+        problems += [
+            f"{field}.{key} {value}: must not be negative"
+            for key, value in table.items()
+            if _is_number(value) and value < 0
+        ]
+    kernels: Any = row.get("kernels") or ()
+    problems += [
+        f"kernels[{number}].us {kernel['us']}: must not be negative"
+        for number, kernel in enumerate(kernels, 1)
+        if kernel["us"] < 0
+    ]
     memory = row.get("memory_bytes")
     if memory is not None:
         problems += _memory(memory)
-    overhead = row.get("overhead_s")
-    if overhead is not None and not (isinstance(overhead, Mapping) and all(_is_number(v) for v in overhead.values())):
-        problems.append("overhead_s: must be an object of seconds by phase")
     build_s: Any = row.get("build_s")
-    if build_s is not None and (not _is_number(build_s) or build_s < 0):
+    if build_s is not None and build_s < 0:
         problems.append(f"build_s {build_s!r}: must be seconds")
     return problems
 
@@ -431,8 +559,11 @@ def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
     ci95 = table.get("ci95")
     if not (isinstance(ci95, (list, tuple)) and len(ci95) == 2 and all(_is_number(end) for end in ci95)):
         problems.append(f"{prefix}ci95: must be [low, high]")
-    elif not ci95[0] <= median <= ci95[1]:
-        problems.append(f"{prefix}ci95 [{ci95[0]}, {ci95[1]}]: must be ordered and contain the {centre} {median}")
+    elif not 0 < ci95[0] <= median <= ci95[1]:
+        must = f"must be ordered and contain the {centre} {median}"
+        if ci95[0] <= 0:
+            must = "must lie above zero"
+        problems.append(f"{prefix}ci95 [{ci95[0]}, {ci95[1]}]: {must}")
     for field, wrong in (("p05", lambda v: v > median), ("p95", lambda v: v < median)):
         value = table.get(field)
         if value is not None and (not _is_number(value) or wrong(value)):
@@ -440,9 +571,7 @@ def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
     return problems
 
 
-def _memory(memory: Any) -> list[str]:
-    if not isinstance(memory, Mapping):
-        return ["memory_bytes: must be an object with static, held, peak and layer"]
+def _memory(memory: Mapping[str, Any]) -> list[str]:
     problems = []
     for key, value in memory.items():
         # `held` may fall below zero in principle: a forward that frees what an earlier one left behind.

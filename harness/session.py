@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def run_sweeps(
         )  # fmt: skip
 
 
-@contextmanager
+@contextlib.contextmanager
 def _place(gpus: str, ray: str) -> Iterator[Place | None]:
     """Where jobs run; None: one after another on this machine's first GPU."""
     if gpus and ray:
@@ -143,8 +143,17 @@ def _run_sweeps(
     # A commit that is named wrongly must not turn every row into a failure.
     environment("fake")
     failed = 0
-    for sweep in loaded:
-        failed += run_sweep(out, sweep, registry, folder / f"{sweep.name}.jsonl", resume, dry_run, mode, place)
+    paths = [folder / f"{sweep.name}.jsonl" for sweep in loaded]
+    with contextlib.ExitStack() as held:
+        if not dry_run:
+            # Before the first one runs: that rows cannot be stored must not surface after an hour either.
+            for path in paths:
+                held.enter_context(store.hold(path))
+        try:
+            for sweep, path in zip(loaded, paths, strict=True):
+                failed += run_sweep(out, sweep, registry, path, resume, dry_run, mode, place)
+        except store.WriteError as error:
+            raise UserError(f"{error}. Every finished row is stored: continue with --resume") from error
     for name in drawn:
         # The rows are what counts: they are stored, and a figure can be drawn again.
         try:
@@ -186,7 +195,25 @@ def run_sweep(
     mode: str = "",
     place: Place | None = None,
 ) -> int:
-    """Run one sweep into ``path``; returns how many rows failed."""
+    """Run one sweep into ``path``, where nobody else adds rows meanwhile; returns how many rows failed.
+
+    Raises:
+        WriteError: rows cannot be written there; those before are stored.
+    """
+    with contextlib.nullcontext() if dry_run else store.hold(path):
+        return _run_sweep(out, sweep, registry, path, resume, dry_run, mode, place)
+
+
+def _run_sweep(
+    out: Console,
+    sweep: Sweep,
+    registry: Registry,
+    path: Path,
+    resume: bool,
+    dry_run: bool,
+    mode: str,
+    place: Place | None,
+) -> int:
     options = replace(sweep.options, mode=mode) if mode else sweep.options
     if resume and path.exists():
         _, problems = store.read(path)

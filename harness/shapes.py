@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass, fields
 
 from harness.errors import UserError
 
+#: Largest size: kernels and routings count rows in 32 bits.
+MOST = 2**31 - 1
+
 
 @dataclass(frozen=True, order=True)
 class MoEShape:
@@ -29,8 +32,11 @@ class MoEShape:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise UserError(f"shape {field.name}={value!r}: must be a whole number")
+                raise UserError(f"shape {field.name}={repr(value)[:80]}: must be a whole number")
             least = 0 if field.name == "T" else 1
+            if value > MOST:
+                # Without the number: Python refuses to write one of thousands of digits.
+                raise UserError(f"shape {field.name}: must be at most {MOST}")
             if value < least:
                 raise UserError(f"shape {field.name}={value}: must be at least {least}")
         if self.K > self.E:

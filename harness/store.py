@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 from harness.interface import Point
 from harness.record import Row, check, clean, validate
 
 #: A row with one of these statuses needs no second run; every other failure is worth another try.
 FINAL_STATUSES = ("ok", "unsupported")
+#: Seconds that a single row waits for another process to end its writing; and that a sweep waits for one that was
+#: killed just now, which takes a moment to let go.
+PATIENCE_S, HOLD_PATIENCE_S = 30.0, 1.0
+#: How every line begins that `append` writes.
+_START = b'{"schema":'
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or name another folder by --output"),
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or name another folder by --output",
+    **dict.fromkeys((errno.ENOLCK, errno.EOPNOTSUPP), "name a folder by --output whose file system has locks"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,40 +46,177 @@ class ReadProblem:
         return f"{self.file}:{self.line}: {self.message}" if self.line else f"{self.file}: {self.message}"
 
 
+class WriteError(UserError):
+    """Rows cannot be written there. The message says why, and what to do."""
+
+
+class _Held:
+    """A results file that this process has open and locked, ``users`` times over."""
+
+    def __init__(self, descriptor: int, made: bool) -> None:
+        self.descriptor = descriptor
+        self.made = made
+        self.users = 0
+
+
+#: By real path; and what lets one thread write at a time.
+_held: dict[str, _Held] = {}
+_writing = threading.RLock()
+
+
+@contextlib.contextmanager
+def hold(path: Path | str) -> Iterator[None]:
+    """Let nobody but this process add rows to a file until the block ends. Blocks of one file may be nested.
+
+    The file and its folder are made where they are missing, so that a place that cannot be written to shows before
+    anything is measured; a file that is still empty at the end is taken away again.
+
+    Raises:
+        WriteError: the file cannot be written, or another process holds it.
+    """
+    path = Path(path)
+    name = os.path.realpath(path)
+    with _writing:
+        if name not in _held:
+            with _refusals(path):
+                _held[name] = _Held(*_locked(path, HOLD_PATIENCE_S))
+        _held[name].users += 1
+    try:
+        yield
+    finally:
+        with _writing:
+            held = _held[name]
+            held.users -= 1
+            if not held.users:
+                del _held[name]
+                with contextlib.suppress(OSError):
+                    if held.made and not os.fstat(held.descriptor).st_size and _is_at(held.descriptor, path):
+                        path.unlink()
+                os.close(held.descriptor)
+
+
 def append(path: Path | str, row: Mapping[str, Any]) -> None:
     """Validate ``row`` and add it as one line, flushed to the disk, under an exclusive lock on the file.
 
-    A partial last line (its writer was killed) is ended first, so that it does not swallow this row. Where the disk
-    refuses the whole line, none of it stays.
+    What a killed writer left of a line is cut off first; a last line that only lacks its end is given it. Where the
+    disk refuses the whole line, or something else cuts the writing short, none of it stays.
 
     Raises:
         RecordError: the row breaks a rule; nothing is written.
-        UserError: the file cannot be written.
+        WriteError: the file cannot be written, or another process holds it (`hold`).
     """
     path = Path(path)
     checked = check(clean(row))
-    line = json.dumps(checked, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    # First, so that the start of every line tells whose it is.
+    ordered = {"schema": checked["schema"], **checked}
+    line = json.dumps(ordered, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    name = os.path.realpath(path)
+    with _writing, _refusals(path):
+        held = _held.get(name)
+        if held is not None:
+            if not _is_at(held.descriptor, path):
+                # Somebody moved it away, or took it away: rows written on would be lost.
+                descriptor, held.made = _locked(path, HOLD_PATIENCE_S)
+                held.descriptor, descriptor = descriptor, held.descriptor
+                os.close(descriptor)
+            _add(held.descriptor, line)
+            return
+        descriptor, _ = _locked(path, PATIENCE_S)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line
-            try:
-                written = 0
-                while written < len(line):
-                    written += os.write(descriptor, line[written:])
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
-            os.fsync(descriptor)
+            _add(descriptor, line)
         finally:
             # Closing releases the lock.
             os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one at that place."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _locked(path: Path, patience_s: float) -> tuple[int, bool]:
+    """The file, open for reading and adding, with an exclusive lock; and whether it was made here."""
+    end = time.monotonic() + patience_s
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = not path.exists()
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise WriteError(f"{path}: cannot be written: not a file; move it, or name another folder by --output")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last holder may have taken it away while it was opened here.
+            if _is_at(descriptor, path):
+                return descriptor, made
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                os.close(descriptor)
+                raise WriteError(
+                    f"{path}: another run is writing rows there; wait until it ends, or name another folder by --output"
+                ) from None
+            time.sleep(0.01)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """What the operating system refuses, as a `WriteError`."""
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+        advice = _ADVICE.get(error.errno or 0, "name another folder by --output")
+        raise WriteError(f"{path}: cannot be written: {error.strerror or error}; {advice}") from error
+
+
+def _add(descriptor: int, line: bytes) -> None:
+    """Add a line to an open and locked file, whole or not at all."""
+    size, before = _mend(descriptor)
+    line = before + line
+    written = 0
+    try:
+        while written < len(line):
+            written += os.write(descriptor, line[written:])
+    except BaseException:
+        # The disk is full, or a signal ends the run.
+        if written < len(line):
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, size)
+        raise
+    os.fsync(descriptor)
+
+
+def _mend(descriptor: int) -> tuple[int, bytes]:
+    """Cut off what a killed writer left of a line; the size then, and what must stand before the next line."""
+    size = os.fstat(descriptor).st_size
+    if not size or os.pread(descriptor, 1, size - 1) == b"\n":
+        return size, b""
+    start = size
+    while start:
+        chunk = os.pread(descriptor, min(start, 1 << 16), max(start - (1 << 16), 0))
+        newline = chunk.rfind(b"\n")
+        if newline >= 0:
+            start += newline + 1 - len(chunk)
+            break
+        start -= len(chunk)
+    last = os.pread(descriptor, size - start, start)
+    # A machine that goes down may leave zeros in place of what was written last.
+    text = last.rstrip(b"\0")
+    if not (text.startswith(_START) or _START.startswith(text)):
+        return size, b"\n"  # not of a row: whoever wrote it may want it
+    whole = False
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(text.decode())
+        whole = True
+    keep = start + len(text) if whole else start
+    if keep < size:
+        os.ftruncate(descriptor, keep)
+    return keep, b"\n" if whole else b""
 
 
 def read(path: Path | str) -> tuple[list[Row], list[ReadProblem]]:
@@ -81,6 +233,9 @@ def read_numbered(path: Path | str) -> tuple[list[tuple[int, Row]], list[ReadPro
     """`read` with each row's line, counted from 1."""
     path = Path(path)
     try:
+        # Of a pipe or a device there may be no end.
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: cannot be read: not a file")
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -90,16 +245,18 @@ def read_numbered(path: Path | str) -> tuple[list[tuple[int, Row]], list[ReadPro
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             cut = " (the writer was interrupted)" if number == len(lines) else ""
             message = f"{error.msg} (character {error.pos})" if isinstance(error, json.JSONDecodeError) else str(error)
-            problems.append(ReadProblem(path, number, f"not a JSON object: {message}{cut}"))
+            if b"\0" in line:
+                message, cut = "it holds zeros", " (the machine went down while it was written)"
+            problems.append(ReadProblem(path, number, one_line(f"not a JSON object: {message}{cut}")))
             continue
         faults = validate(row)
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-            problems.append(ReadProblem(path, number, faults[0] + more))
+            problems.append(ReadProblem(path, number, one_line(faults[0]) + more))
         else:
             rows.append((number, cast(Row, row)))
     return rows, problems
@@ -114,7 +271,12 @@ def read_folder(folder: Path | str) -> tuple[list[Row], list[ReadProblem]]:
     rows: list[Row] = []
     problems: list[ReadProblem] = []
     for path in sorted(folder.rglob("*.jsonl")):
-        more_rows, more_problems = read(path)
+        try:
+            more_rows, more_problems = read(path)
+        except UserError as error:
+            # One of many: the others still say something.
+            problems.append(ReadProblem(path, 0, str(error).removeprefix(f"{path}: ")))
+            continue
         rows += more_rows
         problems += more_problems
     return rows, problems

@@ -60,7 +60,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -68,6 +67,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness import accounts
+from harness.documents import load_toml
 from harness.errors import UserError
 from harness.interface import (
     DISTRIBUTIONS,
@@ -83,12 +83,14 @@ from harness.record import MODES, PASSES
 from harness.registry import ROOT, Registry, choices
 from harness.shapes import MoEShape
 from harness.timing import TimingSettings
-from harness.token_rounding import METHODS, ROUNDINGS, TOP_K
+from harness.token_rounding import METHODS, MOST_M_TILE, ROUNDINGS, TOP_K
 
 SWEEPS = ROOT / "sweeps"
 SHAPES_FILE = "shapes.toml"
 DEVICES = ("cuda", "cpu")
 EVERY = "*"
+#: Largest seed: generators are seeded with multiples of it.
+MOST_SEED = 2**32 - 1
 
 _POINT_KEYS = ("dtype", "distributions", "conventions", "methods", "seed", "device", "m_tile")
 _OPTION_KEYS = ("passes", "mode", "time_limit_s", "min_samples", "max_samples", "target_width", "sampling_s")
@@ -299,17 +301,8 @@ def load_sweep(
     return sweep.filter(only, skip, shape)
 
 
-def _load_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from error
-
-
 def _shared_groups(path: Path) -> dict[str, Any]:
-    tables = _load_toml(path)
+    tables = load_toml(path)
     for key in tables:
         if key != "shapes":
             raise UserError(f"{path}: {key}: unknown key; choose from shapes")
@@ -325,7 +318,7 @@ class _Reader:
     def __init__(self, path: Path, registry: Registry, shared_groups: Mapping[str, Any]) -> None:
         self.path = path
         self.registry = registry
-        self.tables = _load_toml(path)
+        self.tables = load_toml(path)
         self.known_names = [*registry.names(), *(entry.name for entry in registry.broken)]
         self._check_keys(self.tables, "", "")
         own = self.tables.get("shapes", {})
@@ -344,7 +337,7 @@ class _Reader:
         self._check_keys(head, "sweep", "sweep")
         name = self._text(head.get("name", self.path.stem), "sweep.name")
         # It names the file of the rows, which must lie in the folder asked for.
-        if "/" in name or "\0" in name or name.startswith("."):
+        if "/" in name or not name.isprintable() or name.startswith("."):
             self.fail("sweep.name", f"{name!r} cannot be a file's name; use letters, digits and underscores")
         if "description" not in head:
             self.fail("sweep.description", "missing; say in one sentence what the sweep is for")
@@ -431,11 +424,13 @@ class _Reader:
                 self.fail(where, f"unknown {what} {text!r}; {choices(text, valid)}")
         return texts
 
-    def _number(self, value: Any, where: str, whole: bool, least: float) -> float:
+    def _number(self, value: Any, where: str, whole: bool, least: float, most: float = math.inf) -> float:
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             self.fail(where, f"must be a {'whole ' if whole else ''}number, not {value!r}")
         if not value >= least or not math.isfinite(value):
             self.fail(where, f"must be a finite number of at least {least:g}, not {value}")
+        if value > most:
+            self.fail(where, f"must be at most {most:.0f}, not {value}")
         return value
 
     def _setting(self, entry: Mapping[str, Any], where: str, key: str, default: Any) -> tuple[Any, str]:
@@ -592,9 +587,9 @@ class _Reader:
         value, key_of_methods = self._setting(entry, where, "methods", RoutingSpec().method)
         methods = self._chosen(value, key_of_methods, "routing method", METHODS)
         value, key = self._setting(entry, where, "seed", 0)
-        seed = int(self._number(value, key, True, 0))
+        seed = int(self._number(value, key, True, 0, MOST_SEED))
         value, key = self._setting(entry, where, "m_tile", RoutingSpec().m_tile)
-        m_tile = int(self._number(value, key, True, 1))
+        m_tile = int(self._number(value, key, True, 1, MOST_M_TILE))
         for method in methods:
             self._check_takes(operation, method, key_of_methods)
         combinations = [

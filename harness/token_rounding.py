@@ -27,6 +27,8 @@ ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")
 TOP_K = "top_k"
 METHODS = (TOP_K, *ROUNDINGS, "expert_choice", "token_drop")
 ADDED_WEIGHTS = ("renormalised", "raw")
+#: Largest tile: multiples of it must fit into the 64 bits of the counts.
+MOST_M_TILE = 2**31 - 1
 
 
 class GeneralRouting(NamedTuple):
@@ -62,8 +64,8 @@ def _check_k(k: int, experts: int) -> None:
 
 
 def _check_m_tile(m_tile: int) -> None:
-    if m_tile < 1:
-        raise ValueError(f"m_tile must be at least 1, not {m_tile}")
+    if not 1 <= m_tile <= MOST_M_TILE:
+        raise ValueError(f"m_tile must be in 1..{MOST_M_TILE}, not {m_tile}")
 
 
 def _check_counts(counts: Tensor, tokens: int) -> None:
@@ -80,10 +82,11 @@ def _check_logits(logits: Tensor, k: int) -> None:
 
 
 def _capacity(tokens: int, k: int, experts: int, factor: float = 1.0) -> int:
-    """⌈factor · T · K / E⌉, exactly, for the factor as it is written: 1.1 · 100 is 110, not 111."""
+    """⌈factor · T · K / E⌉, exactly, for the factor as it is written: 1.1 · 100 is 110, not 111; at most T, all that an
+    expert can have."""
     if not (factor > 0 and math.isfinite(factor)):
         raise ValueError(f"capacity_factor must be positive and finite, not {factor}")
-    return math.ceil(Fraction(str(float(factor))) * tokens * k / experts)
+    return min(math.ceil(Fraction(str(float(factor))) * tokens * k / experts), tokens)
 
 
 def round_counts(
@@ -108,7 +111,8 @@ def round_counts(
         generator: for ``stochastic``, on any device; torch's default one of the counts' device where None.
 
     Raises:
-        ValueError: unknown ``rounding``, ``m_tile`` below 1, ``counts`` not (E,) integers, negative ``tokens``.
+        ValueError: unknown ``rounding``, ``m_tile`` out of 1..`MOST_M_TILE`, ``counts`` not (E,) integers, negative
+            ``tokens``.
     """
     _check("rounding", rounding, ROUNDINGS)
     _check_m_tile(m_tile)
@@ -331,7 +335,7 @@ def route_by(
 
     Raises:
         ValueError: unknown ``method``, ``convention`` or ``added_weight``; ``logits`` not (T, E) floating-point; ``k``
-            out of 1..E; ``m_tile`` below 1; ``capacity_factor`` not positive and finite.
+            out of 1..E; ``m_tile`` out of 1..`MOST_M_TILE`; ``capacity_factor`` not positive and finite.
     """
     _check("method", method, METHODS)
     _check_convention(convention)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,8 @@ from typing import Any, cast
 import pandas as pd
 
 from harness import store
+from harness.documents import load_toml
+from harness.errors import UserError
 from harness.record import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,7 +191,12 @@ def load(results: Path = RESULTS) -> tuple[pd.DataFrame, list[str]]:
     tables: list[pd.DataFrame] = []
     problems: list[str] = []
     for path in sorted(file for file in Path(results).glob("**/*.jsonl") if file.is_file()):
-        found, complaints = store.read(path)
+        try:
+            found, complaints = store.read(path)
+        except UserError as error:
+            # One of many: the others still say something.
+            problems.append(str(error))
+            continue
         problems += map(str, complaints)
         if found:
             tables.append(frame(found, folder=path.parent.name))
@@ -336,5 +342,4 @@ def paper_value(table: pd.DataFrame, implementation: str, shape: str, direction:
 
 def claims() -> dict[str, dict[str, Any]]:
     """The paper's claims by their id."""
-    with (PAPER / "claims.toml").open("rb") as file:
-        return {claim["id"]: claim for claim in tomllib.load(file)["claim"]}
+    return {claim["id"]: claim for claim in load_toml(PAPER / "claims.toml")["claim"]}

@@ -622,7 +622,7 @@ def test_io_overlap_of_ablations(tmp_path: Path, seed: dict[str, Row]) -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("oops", "not a TOML file"),
+        ("oops", "not valid TOML"),
         ("x = 1", r"no \[\[claim\]\]"),
         ('[[claim]]\nid = "a"', "text: missing"),
         ('[[claim]]\nid = "a"\ntext = "t"\nunit = "u"\nmeasure = "m"\nsource = "s"\nvalue = "1"', "value '1'"),

@@ -92,6 +92,13 @@ def test_no_documented_field_is_unknown() -> None:
         assert field in occurring() or "<" in key or not key or key in literals, f"{field}: nothing has or writes it"
 
 
+def test_the_rules_have_the_documented_types() -> None:
+    """All but the share of tokens, which may be a word, and keys that are checked with their object."""
+    said = {field: cells[1] for field, cells in documented().items() if "<" not in field}
+    by_object = {field for field in said if field.startswith(("correctness.tokens", "overhead_s."))}
+    assert {field: said[field] for field in said if field not in by_object} == record.TYPES
+
+
 def test_documented_fields_have_the_types_of_the_rows() -> None:
     for field, types in occurring().items():
         said = documented()[field][1]

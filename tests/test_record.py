@@ -50,6 +50,12 @@ def device(**changes: Any) -> dict[str, Any]:
     return {"median": 1.0, "ci95": [0.9, 1.1], "samples": 7, "basis": "graph", **changes}
 
 
+def nested(inside: Any, depth: int) -> Any:
+    for _ in range(depth):
+        inside = [inside]
+    return inside
+
+
 def test_good_rows_pass() -> None:
     for row in (
         measurement(),
@@ -105,11 +111,33 @@ def test_good_rows_pass() -> None:
         ({"latency_ms": {"median": 2.0, "ci95": [2.0, 2.0], "samples": 0}}, "samples 0"),
         ({"latency_ms": {"median": 2.0, "ci95": [2.0, 2.0], "samples": 9, "p05": 2.5}}, "wrong side"),
         ({"device_ms": device(basis="guess")}, "device_ms.basis 'guess'"),
-        ({"tflops": {"host": "fast"}}, "tflops: must be an object of numbers"),
+        ({"tflops": {"host": "fast"}}, "tflops.host: must be a number, not 'fast'"),
         ({"measured_on": "cpu", "device_ms": device()}, "a CPU run has no device time"),
         ({"measured_on": "fake"}, "fake tensors run nothing"),
         ({"correctness": {"relative_l2": {"output": None}}}, "never passes"),
         ({"correctness": {"output": "nan"}}, "never passes"),
+        ({"status": ["ok"]}, "status: must be text, not ['ok']"),
+        ({"environment": []}, "environment: must be an object, not []"),
+        ({"environment": {"gpu": ["x"]}}, "environment.gpu: must be text, not ['x']"),
+        ({"routing": {"method": None}}, "routing: lacks method"),
+        ({"routing": {**measurement()["routing"], "seed": 0.5}}, "routing.seed: must be a whole number, not 0.5"),
+        ({"problem": {"M": True}}, "problem.M: must be a whole number, not True"),
+        ({"kernels": {"name": "a"}}, "kernels: must be a list, not {'name': 'a'}"),
+        ({"kernels": [3]}, "kernels[1]: must be an object, not 3"),
+        ({"kernels": [{"name": "a", "calls": 1}]}, "kernels[1]: lacks us"),
+        ({"kernels": [{"name": "a", "calls": 1, "us": "5"}]}, "kernels[1].us: must be a number, not '5'"),
+        ({"kernels": [{"name": "a", "calls": 1, "us": -5}]}, "kernels[1].us -5: must not be negative"),
+        ({"tflops": {"host": -1.0}}, "tflops.host -1.0: must not be negative"),
+        ({"latency_ms": {"median": 2.0, "ci95": [0.0, 2.2], "samples": 9}}, "ci95 [0.0, 2.2]: must lie above zero"),
+        ({"latency_ms": {"median": 10**400, "ci95": [1, 2], "samples": 9}}, "latency_ms.median: a whole number beyond"),
+        ({"costs": {"floor_ms": {"compute": "x"}}}, "costs.floor_ms.compute: must be a number, not 'x'"),
+        ({"overhead_s": {"x": "1"}}, "overhead_s.x: must be a number"),
+        ({"notes": nested([], 900)}, "nested more than 32 deep"),
+        ({"costs": {"more": nested([], 40)}}, "costs.more[1][1]"),
+        ({"label": "\ud800"}, "label: holds half a surrogate pair"),
+        ({"costs": {"\udfff": 1}}, "a key that holds half a surrogate pair"),
+        ({"timestamp": "20260131T120000+00:00"}, "must be written as 2026-01-31T12:00:00+00:00"),
+        ({"shape": {"T": 2**31, "d": 1, "n": 1, "E": 2, "K": 2}}, "shape T: must be at most 2147483647"),
     ],
 )
 def test_each_rule(change: dict[str, Any], message: str) -> None:

@@ -226,7 +226,7 @@ def evil_rows() -> list[Row]:
     where = {"gpu": EVIL, "driver": EVIL, "torch": EVIL, "commit": EVIL}
     return [
         synthetic(EVIL, label=EVIL, sweep=EVIL, variant=EVIL, operation=EVIL, environment=where),
-        failed("crashed", f"{EVIL} \x1b[31mred\x07 \u202egnp \ud800", label=EVIL, environment=where),
+        failed("crashed", f"{EVIL} \x1b[31mred\x07 \u202egnp \ufffe", label=EVIL, environment=where),
         failed("crashed", EVIL, implementation=EVIL, shape="4,4,4,4,2", environment=where),
         ratio(EVIL, EVIL, table.HEADLINE_SHAPE, 2.0, numerator_label=EVIL, environment=where),
     ]

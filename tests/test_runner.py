@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MoeBench, marked_processes, point_of, problem_of, wait_for_no_process
+from conftest import MoeBench, point_of, problem_of, wait_for_no_process
 
 from harness import process, store
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
@@ -175,49 +174,6 @@ def test_other_settings_and_shapes_are_other_measurements(
     output = ("--output", failures["path"].parent)
     assert "0 jobs, 6 rows there already" in command_line("run", sweep, *output, *only)[1]
     assert "2 jobs;" in command_line("run", changed, *output, *only)[1]
-
-
-def test_a_killed_sweep_resumes_without_loss_or_doubling(
-    moebench: MoeBench, command_line: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    shapes = [f"{tokens},16,8,4,2" for tokens in (8, 16, 24, 32)]
-    sweep = write_sweep(tmp_path, "killed", ["fake_ok", "fake_leaves_child"], shapes)
-    output = tmp_path / "rows"
-    path = output / "killed.jsonl"
-    moments = []
-    for _ in range(2):
-        process = moebench.start("run", sweep, "--output", output, "--resume")
-        before = len(path.read_bytes()) if path.exists() else 0
-        # Some moment after the first new row, or (a third of the time) whenever.
-        end = time.monotonic() + 60
-        if random.random() < 0.67:
-            while time.monotonic() < end and process.poll() is None:
-                if path.exists() and len(path.read_bytes()) > before:
-                    break
-                time.sleep(0.02)
-        moments.append(random.uniform(0.0, 2.5))
-        time.sleep(moments[-1])
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        # Workers have process groups of their own and die with their parent; what a plugin started is not theirs to
-        # take along when nobody is left to end the group.
-        end = time.monotonic() + 10
-        while (left := [p for p in marked_processes(moebench.mark) if "sleep" not in p[1]]) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert left == [], moments
-        for pid, _ in marked_processes(moebench.mark):
-            os.kill(pid, signal.SIGKILL)
-    ended = moebench("run", sweep, "--output", output, "--resume")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows, problems = store.read(path)
-    assert len(problems) <= 2
-    ok = Counter(row["resume_key"] for row in rows if row["status"] == "ok")
-    assert len(ok) == 24 and set(ok.values()) == {1}, (moments, ok)
-    assert {row["status"] for row in rows} == {"ok"}
-    points = Counter((row["implementation"], row["shape"]["T"], row["pass"]) for row in rows)
-    assert len(points) == 24 and set(points.values()) == {1}
-    again = command_line("run", sweep, "--output", output, "--resume", "--dry-run")
-    assert "0 jobs, 24 rows there already" in again[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

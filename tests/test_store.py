@@ -63,8 +63,18 @@ def test_an_interrupted_line_costs_only_itself(tmp_path: Path) -> None:
     append(path, row(run_id="b"))
     rows, problems = read(path)
     assert [r["run_id"] for r in rows] == ["a", "b"]
-    assert len(problems) == 1
-    assert str(problems[0]).startswith(f"{path}:2: not a JSON object")
+    assert problems == []
+
+
+def test_what_is_no_end_of_a_row_stays(tmp_path: Path) -> None:
+    """A file without a last newline may be somebody's notes."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"my notes\n{of mine}")
+    append(path, row())
+    assert path.read_bytes().startswith(b'my notes\n{of mine}\n{"schema":1,')
+    rows, problems = read(path)
+    assert len(rows) == 1 and [problem.line for problem in problems] == [1, 2]
+    assert str(problems[0]).startswith(f"{path}:1: not a JSON object")
     assert "\n" not in str(problems[0])
 
 

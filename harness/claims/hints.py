@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
 from typing import Any
 
+from harness.documents import load_toml
+from harness.errors import UserError
 from harness.registry import ROOT
 from harness.shapes import MoEShape
 
@@ -26,14 +27,14 @@ def _names(value: Any) -> list[Any]:
 def _pairs(sweep: str) -> frozenset[tuple[str, str]]:
     """(numerator, denominator) of every ratio that a sweep's file asks for; none where it cannot be read."""
     try:
-        content = tomllib.loads((ROOT / "sweeps" / f"{sweep}.toml").read_text(encoding="utf-8"))
+        content = load_toml(ROOT / "sweeps" / f"{sweep}.toml")
         return frozenset(
             (top, bottom)
             for entry in content.get("ratios", [])
             for top in _names(entry["numerator"])
             for bottom in _names(entry["denominator"])
         )
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError):
+    except (UserError, KeyError, TypeError):
         return frozenset()
 
 

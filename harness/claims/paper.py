@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.claims.model import Claim
+from harness.documents import load_toml
 from harness.errors import UserError
 from harness.registry import ROOT
 from harness.shapes import MoEShape
@@ -80,13 +80,7 @@ def _entry(table: Any, where: str) -> Entry:
 def load_entries(path: Path | str = CLAIMS) -> list[Entry]:
     """The claims of a file with their shapes, in its order; raises `UserError` as `load_claims` does."""
     path = Path(path)
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a TOML file: {' '.join(str(error).split())}") from error
-    tables = content.get("claim")
+    tables = load_toml(path).get("claim")
     if not isinstance(tables, list):
         raise UserError(f"{path}: holds no [[claim]]")
     entries = [_entry(table, f"{path}: claim {number}") for number, table in enumerate(tables, 1)]

@@ -29,6 +29,7 @@ from harness.sweep import RatioPoint, Sweep, load_sweep
 
 SWEEP = "ci"
 BASELINES = RESULTS / "baselines"
+MOST_REPEAT = 1000
 #: What of the environment moves times without any change of ours; another value is a warning.
 _WARNED = ("gpu", "driver", "cuda", "torch", "triton")
 
@@ -66,8 +67,8 @@ def regress(
             that failed.
     """
     given = parse_threshold(threshold) if threshold else None
-    if repeat < 1:
-        raise UserError(f"--repeat {repeat}: must be at least 1")
+    if not 1 <= repeat <= MOST_REPEAT:
+        raise UserError(f"--repeat {repeat}: must be at least 1 and at most {MOST_REPEAT}")
     files = {"--json": json_file, "--junit": junit_file, "--markdown": markdown_file}
     for option, file in files.items():
         if file is not None:

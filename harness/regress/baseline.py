@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from harness.documents import load_json
 from harness.errors import UserError
 from harness.record import BASES
 
@@ -148,13 +149,7 @@ def read(path: Path) -> Baseline:
     Raises:
         UserError: the file cannot be read, is none, or is of a newer harness; the message names file and key.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a baseline: not valid JSON: {' '.join(str(error).split())}") from error
-    return _Reader(path).baseline(data)
+    return _Reader(path).baseline(load_json(path))
 
 
 class _Reader:

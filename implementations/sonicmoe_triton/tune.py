@@ -30,7 +30,7 @@ from harness.record import gpu_slug
 from harness.registry import ROOT, load_registry
 from harness.shapes import MoEShape
 from harness.sweep import load_sweep
-from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton import tiles, tuned
 from implementations.sonicmoe_triton.tuned import PLAIN, TABLE, bucket
 
 #: A choice must be worth an entry.
@@ -401,12 +401,12 @@ def main(
     code = {key: where[key] for key in ("commit", "dirty")}
     rows = rows or ROOT / "results" / gpu_slug(about["gpu"]) / "tuning" / "sonicmoe_triton.json"
     rows.parent.mkdir(parents=True, exist_ok=True)
-    old = json.loads(table.read_text())["choices"] if table.exists() else []
+    old = tuned.read(table) if table.exists() else []
     before = json.loads(rows.read_text()) if rows.exists() else {"measured": []}
     # Files from when all measurements were of one commit.
     whole = {key: before[key] for key in code if key in before}
     earlier = [whole | row for row in before["measured"]]
-    ordered: list[Mapping[str, Any]] = old
+    ordered: Sequence[Mapping[str, Any]] = old
     measured: list[dict[str, Any]] = []
     for found in tune(shapes, kernels, workers):
         # After every shape: what comes later may fail, or be stopped.

@@ -1,0 +1,93 @@
+"""TOML and JSON files that people edit: read whole, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+
+#: Largest whole number of either sign: what 64 bits hold, and TOML promises.
+WHOLE = 2**63 - 1
+#: Tables and lists within each other. Real files need five; `repr`, `json` and every reader recurse.
+DEPTH = 32
+#: Half a surrogate pair: JSON can spell it, UTF-8 cannot.
+LONE = re.compile("[\\ud800-\\udfff]")
+
+
+def beyond(value: Any, strict: bool = False) -> str:
+    """Why a value that a parser made cannot be used, with the place in it: a whole number beyond 64 bits, tables or
+    lists nested too deeply and, with ``strict``, a number that is NaN or infinite, or half a surrogate pair in a text.
+    Empty where nothing is wrong."""
+    waiting: list[tuple[Any, int, Any]] = [(value, 0, ())]
+    while waiting:
+        item, depth, place = waiting.pop()
+        if isinstance(item, str):
+            if strict and LONE.search(item):
+                return f"{_place(place)}holds half a surrogate pair, which is no character"
+            continue
+        if isinstance(item, (Mapping, list, tuple)):
+            if depth >= DEPTH:
+                return f"{_place(place)}nested more than {DEPTH} deep"
+            inner = item.items() if isinstance(item, Mapping) else enumerate(item, 1)
+            waiting += [(one, depth + 1, (place, key)) for key, one in inner]
+            if strict and isinstance(item, Mapping):
+                waiting += [(key, depth + 1, place) for key in item]
+        elif isinstance(item, int):
+            if not -WHOLE <= item <= WHOLE:
+                # Without the number: Python refuses to write one of thousands of digits.
+                return f"{_place(place)}a whole number beyond 64 bits"
+        elif strict and isinstance(item, float) and not math.isfinite(item):
+            return f"{_place(place)}{item} is not a finite number"
+    return ""
+
+
+def _place(place: Any) -> str:
+    """``points[1].device_ms: ``, from (((), "points"), 1), …; empty for the whole."""
+    keys = []
+    while place:
+        place, key = place
+        keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
+    text = "".join(reversed(keys)).removeprefix(".")
+    return f"{text[:200]}: " if text else ""
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file in UTF-8 (a byte-order mark is allowed).
+
+    Raises:
+        UserError: it cannot be read, is no TOML, or `beyond` speaks against it.
+    """
+    return _load(path, tomllib.loads, "TOML")
+
+
+def load_json(path: Path) -> Any:
+    """The value of a JSON file in UTF-8 (a byte-order mark is allowed).
+
+    Raises:
+        UserError: as `load_toml`.
+    """
+    return _load(path, json.loads, "JSON")
+
+
+def _load(path: Path, parse: Callable[[str], Any], form: str) -> Any:
+    try:
+        # Of a pipe or a device there may be no end.
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: cannot be read: not a file")
+        found = parse(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except RecursionError:
+        raise UserError(f"{path}: nested more than {DEPTH} deep") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid {form}: {error}") from error
+    wrong = beyond(found, strict=form == "JSON")
+    if wrong:
+        raise UserError(f"{path}: {wrong}")
+    return found
