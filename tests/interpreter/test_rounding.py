@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.interface import ROUTER_CONVENTIONS
-from harness.token_rounding import ADDED_WEIGHTS, ROUNDINGS, GeneralRouting, round_counts, route_by
+from harness.token_rounding import ADDED_WEIGHTS, MOST_M_TILE, ROUNDINGS, GeneralRouting, round_counts, route_by
 from implementations.sonicmoe_triton import rounding_kernels
 from implementations.sonicmoe_triton.rounding import RoundedRouting, pairs_bound, round_routing
 
@@ -107,7 +107,7 @@ def test_small_and_extreme_sizes(method: str) -> None:
 def test_a_tile_of_one_and_a_tile_beyond_all_tokens_change_nothing(method: str) -> None:
     logits = tied(20, 5, 4, 4)
     want = route_by(logits, 2, "top_k")
-    for m_tile in (1, 21, 2**40, 2**63 - 1):
+    for m_tile in (1, 21, MOST_M_TILE):
         assert pairs_bound(20, 5, 2, m_tile, method) == 40
         got, _ = compare(logits, 2, m_tile, method)
         check(got, want, 40)
@@ -115,8 +115,10 @@ def test_a_tile_of_one_and_a_tile_beyond_all_tokens_change_nothing(method: str) 
 
 @pytest.mark.parametrize("method", ROUNDINGS)
 def test_a_tile_beyond_all_integers_changes_nothing(method: str) -> None:
+    """The kernels' own limits: the reference takes no such tile."""
     logits = tied(20, 5, 4, 4)
-    check(round_routing(logits, 2, 2**70, method), route_by(logits, 2, "top_k"), 40)
+    for m_tile in (2**40, 2**63 - 1, 2**70):
+        check(round_routing(logits, 2, m_tile, method), route_by(logits, 2, "top_k"), 40)
 
 
 @pytest.mark.parametrize("method", ROUNDINGS)
