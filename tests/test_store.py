@@ -170,3 +170,17 @@ def test_latest_keeps_one_row_of_each_measurement() -> None:
     assert [(r["run_id"], r["pass"]) for r in kept] == [("new", "forward"), ("r1", "backward")]
     elsewhere = row(environment={"cpu": "b"})
     assert len(latest([good, elsewhere])) == 2  # type: ignore[list-item]
+
+
+def test_a_missing_package_takes_no_numbers_back() -> None:
+    """In whichever order the rows come, and whatever else came of the point."""
+    rows = [
+        row(timestamp=f"2026-01-0{day}T00:00:00+00:00", status=status)
+        for day, status in ((1, "not_installed"), (2, "ok"), (3, "crashed"), (4, "not_installed"), (5, "not_installed"))
+    ]
+    for number, status in ((1, "not_installed"), (2, "ok"), (3, "crashed"), (4, "crashed"), (5, "crashed")):
+        for order in (rows[:number], rows[:number][::-1]):
+            (kept,) = latest(order)  # type: ignore[arg-type]
+            assert kept["status"] == status
+    (kept,) = latest([rows[0], rows[4], rows[3]])  # type: ignore[list-item]
+    assert kept is rows[4]
