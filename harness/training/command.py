@@ -1,0 +1,71 @@
+"""`moebench train`: from what was asked on the command line to a run."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from harness.errors import UserError
+from harness.session import results_folder
+from harness.training.config import Config, load_config
+from harness.training.processes import environment_rank
+
+#: So long a process keeps quiet about what the first one finds as well, and says.
+PATIENCE_S = 10.0
+
+
+def train(
+    out: Console,
+    configuration: str,
+    changes: Mapping[str, Any],
+    device: str,
+    run_folder: Path | None,
+    output: Path | None,
+    resume: bool,
+    timeout_s: float,
+) -> None:
+    """See ``moebench train --help``.
+
+    Raises:
+        UserError: what stands in the way, and what to change.
+    """
+    joined = False
+    try:
+        import torch
+
+        if device not in ("", "cuda", "cpu"):
+            raise UserError(f"--device {device}: choose from cuda, cpu")
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda: torch sees no GPU here; train on --device cpu")
+        if timeout_s <= 0:
+            raise UserError(f"--timeout {timeout_s:g}: must be greater than 0")
+        config = load_config(configuration, changes)
+        folder = results_folder(output)
+
+        from harness.training import loop
+
+        joined = True
+        place = run_folder or folder / "training" / run_name(config)
+        loop.train(
+            out, config, device=device, run_folder=place, rows_folder=folder, resume=resume, timeout_s=timeout_s
+        )
+    except UserError:
+        if environment_rank() == 0 or joined:
+            raise
+        # The first process says the same; torchrun ends the others as soon as one has ended.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE_S)
+        sys.exit(2)
+
+
+def run_name(config: Config) -> str:
+    """Folder of a run's curves and checkpoints: ``7B-20-layers-sonicmoe_triton-top_k-seed-0``."""
+    routing = config.routing if config.routing in ("top_k", "expert_choice") else f"{config.routing}-{config.m_tile}"
+    return f"{config.name}-{config.layers}-layers-{config.implementation}-{routing}-seed-{config.seed}"
