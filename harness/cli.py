@@ -247,7 +247,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is a GPU.")] = "",
     run_folder: Annotated[
-        Path | None, typer.Option("--run", help="Folder for curves and checkpoints; default: below the rows'.")
+        Path | None, typer.Option("--folder", help="Folder for curves and checkpoints; default: below the rows'.")
     ] = None,
     output: RowsFolder = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent process counts as lost.")] = 600.0,

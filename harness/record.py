@@ -61,6 +61,18 @@ class TimeSummary(TypedDict, total=False):
     basis_reason: str
 
 
+class Training(TypedDict):
+    """A training step's numbers: rates, model FLOPs utilisation (None: no peak is known), processes, layers, and the
+    last step's loss in nats a token."""
+
+    tokens_per_s: float
+    tokens_per_day_per_gpu: float
+    mfu: float | None
+    world_size: int
+    layers: int
+    loss: float
+
+
 class MemoryBytes(TypedDict, total=False):
     """Bytes of one point; ``layer`` = ``static`` + ``held``."""
 
@@ -116,7 +128,7 @@ Row = TypedDict(
         "backward_method": str,
         "stop_criterion": str,
         "dropped_samples": Any,
-        "training": dict[str, Any],
+        "training": Training,
         "mode": str,
         "overhead_s": dict[str, float],
         "notes": list[str],
@@ -408,6 +420,7 @@ def _numbers(row: Mapping[str, Any]) -> list[str]:
     memory = row.get("memory_bytes")
     if memory is not None:
         problems += _memory(memory)
+    problems += _training(row)
     overhead = row.get("overhead_s")
     if overhead is not None and not (isinstance(overhead, Mapping) and all(_is_number(v) for v in overhead.values())):
         problems.append("overhead_s: must be an object of seconds by phase")
@@ -437,6 +450,27 @@ def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
         value = table.get(field)
         if value is not None and (not _is_number(value) or wrong(value)):
             problems.append(f"{prefix}{field} {value!r}: lies on the wrong side of the {centre} {median}")
+    return problems
+
+
+def _training(row: Mapping[str, Any]) -> list[str]:
+    table, step = row.get("training"), row.get("operation") == "training_step"
+    if table is None:
+        return ["training: missing"] if step and row.get("status") in MEASURED_STATUSES else []
+    if not step:
+        return ["training: belongs to the operation training_step only"]
+    if not isinstance(table, Mapping) or set(table) != set(Training.__annotations__):
+        return [f"training: must be an object with {', '.join(Training.__annotations__)}"]
+    problems = []
+    for key in ("tokens_per_s", "tokens_per_day_per_gpu", "mfu"):
+        value = table[key]
+        if not (key == "mfu" and value is None) and (not _is_number(value) or value <= 0):
+            problems.append(f"training.{key} {value!r}: must be a number greater than zero")
+    for key in ("world_size", "layers"):
+        if not _is_int(table[key]) or table[key] < 1:
+            problems.append(f"training.{key} {table[key]!r}: must be a whole number of at least 1")
+    if not _is_number(table["loss"]):
+        problems.append(f"training.loss {table['loss']!r}: must be a number")
     return problems
 
 

@@ -114,7 +114,7 @@ def load(
     """
     check_configuration(checkpoint, config)
     weights, state = get_state_dict(model, optimiser)
-    content = {"model": weights, "optimiser": state}
+    content: dict[str, Any] = {"model": weights, "optimiser": state}
     try:
         dcp.load(content, checkpoint_id=checkpoint.folder)
     except (dcp.CheckpointException, OSError, RuntimeError) as error:
@@ -135,7 +135,7 @@ def check_configuration(checkpoint: Checkpoint, config: Config) -> None:
     if other:
         raise UserError(
             f"{checkpoint.folder} is of another configuration: {other}; change it back, or name another folder with "
-            "--run"
+            "--folder"
         )
 
 

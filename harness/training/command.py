@@ -53,9 +53,7 @@ def train(
 
         joined = True
         place = run_folder or folder / "training" / run_name(config)
-        loop.train(
-            out, config, device=device, run_folder=place, rows_folder=folder, resume=resume, timeout_s=timeout_s
-        )
+        loop.train(out, config, device=device, run_folder=place, rows_folder=folder, resume=resume, timeout_s=timeout_s)
     except UserError:
         if environment_rank() == 0 or joined:
             raise

@@ -149,16 +149,21 @@ def load_config(given: str, changes: Mapping[str, Any] | None = None) -> Config:
     known = {field.name for field in fields(Config)} - {"name"}
     values: dict[str, Any] = {}
     for title, table in content.items():
-        for name, value in (table.items() if isinstance(table, dict) else [(title, table)]):
+        for name, value in table.items() if isinstance(table, dict) else [(title, table)]:
             if name not in known:
                 raise UserError(f"{path}: unknown field {name!r}: {choices(name, sorted(known))}")
             if name in values:
                 raise UserError(f"{path}: {name} is given twice")
             values[name] = value
-    missing = [field.name for field in fields(Config) if field.default is MISSING and field.name not in ("name", *values)]
+    missing = [
+        field.name for field in fields(Config) if field.default is MISSING and field.name not in ("name", *values)
+    ]
     if missing:
         raise UserError(f"{path}: lacks {', '.join(missing)}")
-    return replace(Config(name=path.stem, **values), **{name: value for name, value in (changes or {}).items() if value is not None})
+    return replace(
+        Config(name=path.stem, **values),
+        **{name: value for name, value in (changes or {}).items() if value is not None},
+    )
 
 
 def difference(saved: Mapping[str, Any], config: Config) -> str | None:

@@ -103,13 +103,13 @@ class PythonText:
 
     def validation(self) -> Iterator[tuple[Tensor, float]]:
         size = self.config.micro_batch
-        last = (len(self.held_out) - 1) // self.config.sequence
-        batches = min(self.config.validation_sequences, last) // size
-        for first in range(0, max(batches, 1), self.world):
+        windows = (len(self.held_out) - 1) // self.config.sequence
+        batches = max(min(self.config.validation_sequences, windows) // size, 1)
+        for first in range(0, batches, self.world):
             number = first + self.rank
-            weight = float(number < max(batches, 1))
-            places = [(number * size + i) % last for i in range(size)]
-            yield torch.stack([self._window(self.held_out, place) for place in places]), weight
+            # Spread over all of the text: neighbours are of one file.
+            places = [(number * size + i) * windows // (batches * size) % windows for i in range(size)]
+            yield torch.stack([self._window(self.held_out, place) for place in places]), float(number < batches)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -135,8 +135,8 @@ class HubStream:
     """A data set of the Hugging Face Hub as a stream, ``NAME`` or ``NAME:SUBSET``, its field ``text`` in tokens of
     GPT-2 with an end of text between documents. Needs ``pip install -e '.[training]'`` and a network.
 
-    The first documents, one for each validation sequence and more where these are short, are for validation; the rest
-    is dealt out to the processes. A stream goes on after a stop with as many processes as before.
+    The first documents are for validation; the rest is dealt out to the processes. A stream goes on after a stop with
+    as many processes as before.
     """
 
     #: Documents kept for validation, for each of its sequences.

@@ -139,9 +139,11 @@ class MoE(nn.Module):
         training = self._build(config, plugin, canonical, config.routing)
         built = list(training.parameters())
         count = len(built) - self.given
-        self.weights = nn.ParameterList(nn.Parameter(w.detach().clone().float()) for w in built[:count])
-        self.router = nn.Parameter(canonical["router"]) if self.given else None
-        self._router_of = (lambda: self.router) if self.given else self._find_router(training)
+        self.weights = nn.ParameterList(nn.Parameter(w.detach().to(torch.float32, copy=True)) for w in built[:count])
+        # Rounded once, as the weights are that went through the plugin's dtype.
+        router = canonical["router"].to(DTYPES[config.dtype]).float()
+        self.router = nn.Parameter(router) if self.given else None
+        self._router_of = self._find_router(training)
         self.notes = list(training.notes)
         self.training_layer = self.evaluation_layer = Bound(training, count, plugin.label)
         if not self.given and config.routing != TOP_K:
@@ -151,13 +153,13 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, d) -> (T, d), and the load-balancing loss, a scalar in fp32."""
         bound = self.training_layer if self.training else self.evaluation_layer
-        bound.use(self.weights)
+        bound.use(list(self.weights))
         layer, config = bound.layer, self.config
         found = None if self.given else layer.forward_with_router(x)
         if found is not None:
             out, logits = found
             return out, load_balancing_loss(logits, config.K)
-        logits = x @ self._router_of().T
+        logits = x @ (self._router_of() if self.router is None else self.router).T
         if self.given:
             layer.use_routing(route_by(logits, config.K, config.routing if self.training else TOP_K, config.m_tile))
         return layer.forward(x), load_balancing_loss(logits, config.K)
@@ -169,8 +171,8 @@ class MoE(nn.Module):
         point = point_of(plugin, config, device.type, routing)
         dtype = DTYPES[config.dtype]
         tokens = draw(config.seed, "tokens", (2, config.shape.T, config.d), 1.0, device).to(dtype)
-        weights = {name: weight.to(dtype, copy=True) for name, weight in canonical.items()}
-        problem = Problem(point, tokens[0], **weights, grad_output=tokens[1])
+        gate, up, down, router = (canonical[name].to(dtype, copy=True) for name in ("gate", "up", "down", "router"))
+        problem = Problem(point, tokens[0], gate, up, down, router, grad_output=tokens[1])
         if point.operation == "routed_experts":
             logits = problem.x @ problem.router.T
             problem = replace(problem, routing=route_by(logits, config.K, routing, config.m_tile))
@@ -179,9 +181,9 @@ class MoE(nn.Module):
     def _find_router(self, layer: Layer) -> Callable[[], Tensor]:
         """How to get at the router (E, d): a parameter as it is, or what the plugin makes of its parameters."""
         built = [parameter.detach() for parameter in layer.parameters()]
-        router = layer.canonical_gradients(built)["grad_router"]
+        router = layer.canonical_gradients(built).get("grad_router")
         for i, weight in enumerate(built):
-            if weight.data_ptr() == router.data_ptr() and weight.shape == router.shape:
+            if router is not None and weight.data_ptr() == router.data_ptr() and weight.shape == router.shape:
                 return lambda: self.weights[i]
         return lambda: layer.canonical_gradients(list(self.weights))["grad_router"]
 

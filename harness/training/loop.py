@@ -77,7 +77,7 @@ def train(
     point_of(plugin, config, device, config.routing)
     existing = checkpoints.complete(run_folder / "checkpoints")
     if existing and not resume:
-        raise UserError(f"{run_folder} holds a run: continue it with --resume, or name another folder with --run")
+        raise UserError(f"{run_folder} holds a run: continue it with --resume, or name another folder with --folder")
     if existing:
         latest = existing[-1]
         checkpoints.check_configuration(latest, config)
@@ -272,8 +272,9 @@ def _say(out: Console, config: Config, place: Place, step: int, run: Run) -> Non
     parts = [f"step {step}/{config.steps}", f"loss {run.loss:.4f}"]
     if run.step_ms:
         tokens_per_s = config.step_tokens / run.step_ms[-1] * 1e3
-        parts += [f"{tokens_per_s:,.0f} tokens/s", f"{tokens_per_s * 86_400 / place.world / 1e9:.3g} B tokens/day/GPU"]
+        parts += [f"{tokens_per_s:,.0f} tokens/s"]
         if place.device.type == "cuda":
+            parts += [f"{tokens_per_s * 86_400 / place.world / 1e9:.3g} B tokens/day/GPU"]
             share = utilisation(config, tokens_per_s, place.world, torch.cuda.get_device_name(place.device))
             parts += [f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"]
             parts += [] if share is None else [f"MFU {share:.1%}"]
@@ -297,9 +298,7 @@ def _store(
     row = rows.measured_row(base, config, place.world, run.step_ms, run.loss, peak, notes, during, unstable)
     path = rows.append(rows_folder, row)
     numbers = row["training"]
-    share = "" if numbers["mfu"] is None else f", MFU {numbers['mfu']:.1%}"
-    out.print(
-        f"{plugin.label}: {numbers['tokens_per_s']:,.0f} tokens/s, "
-        f"{numbers['tokens_per_day_per_gpu'] / 1e9:.3g} B tokens/day/GPU{share}; row in {path}",
-        highlight=False,
-    )
+    said = f"{plugin.label}: {numbers['tokens_per_s']:,.0f} tokens/s"
+    if place.device.type == "cuda":
+        said += f", {numbers['tokens_per_day_per_gpu'] / 1e9:.3g} B tokens/day/GPU"
+    out.print(f"{said}; row in {path}", highlight=False, soft_wrap=True)

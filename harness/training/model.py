@@ -45,7 +45,8 @@ class Attention(nn.Module):
     def __init__(self, config: Config, number: int, table: Tensor, device: torch.device) -> None:
         super().__init__()
         self.heads, d = config.heads, config.d
-        self.register_buffer("table", table, persistent=False)
+        # Not a buffer: the same for all blocks, never cast, not part of a checkpoint.
+        self.table = table
 
         def weight(name: str, rows: int, std: float) -> nn.Parameter:
             return nn.Parameter(draw(config.seed, f"block {number} {name}", (rows, d), std, device))
@@ -92,6 +93,9 @@ class Transformer(nn.Module):
 
     Args:
         wrap: called with each block as soon as it exists: sharded at once, only one block at a time is whole on a GPU.
+
+    Attributes:
+        notes: what the plugin substituted or restricted.
     """
 
     def __init__(
@@ -106,17 +110,14 @@ class Transformer(nn.Module):
         self.embedding = nn.Parameter(draw(config.seed, "embedding", size, EMBEDDING_STD, device))
         table = rotary_table(config.sequence, config.d // config.heads, config.rotary_base, device)
         self.blocks = nn.ModuleList()
+        self.notes: list[str] = []
         for number in range(config.layers):
             block = Block(config, plugin, number, table, device)
             wrap(block)
             self.blocks.append(block)
+            self.notes = block.experts.notes
         self.norm = nn.RMSNorm(config.d, eps=1e-6, device=device)
         self.head = nn.Parameter(draw(config.seed, "head", size, EMBEDDING_STD, device))
-
-    @property
-    def notes(self) -> list[str]:
-        """What the plugin, or the way it is used here, substituted."""
-        return list(dict.fromkeys(note for block in self.blocks for note in block.experts.notes))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy of the targets in nats, and the mean of the blocks' load-balancing losses; fp32.
