@@ -21,8 +21,9 @@ from harness.training.config import Config
 
 #: Of the standard library: every eleventh file, by name, is for validation.
 VALIDATION_STRIDE = 11
-#: Folders of the standard library that are not part of it, or that a distribution may leave out.
-_NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
+#: Folders of the standard library that are not part of it, that a distribution may leave out, or (encodings) that hold
+#: the same tables over and over, of which validation would repeat what was trained on.
+_NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings"})
 
 
 class Corpus(Protocol):
