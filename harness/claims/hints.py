@@ -9,7 +9,7 @@ from typing import Any
 from harness.registry import ROOT
 from harness.shapes import MoEShape
 
-TRAINING = "needs a training run, and the training example that would make it does not exist yet"
+TRAINING = "needs rows of training steps: moebench train 7B --implementation NAME, for each that is compared"
 
 
 def command(sweep: str, *plugins: str, shape: MoEShape | None = None) -> str:

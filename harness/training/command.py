@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ from harness.session import results_folder
 from harness.training.config import Config, load_config
 from harness.training.processes import environment_rank
 
-#: So long a process keeps quiet about what the first one finds as well, and says.
-PATIENCE_S = 10.0
+#: So long a process keeps quiet about what the first one may have found as well, and said.
+PATIENCE_S = 3.0
 
 
 def train(
@@ -35,7 +34,6 @@ def train(
     Raises:
         UserError: what stands in the way, and what to change.
     """
-    joined = False
     try:
         import torch
 
@@ -51,16 +49,14 @@ def train(
 
         from harness.training import loop
 
-        joined = True
         place = run_folder or folder / "training" / run_name(config)
         loop.train(out, config, device=device, run_folder=place, rows_folder=folder, resume=resume, timeout_s=timeout_s)
     except UserError:
-        if environment_rank() == 0 or joined:
-            raise
-        # The first process says the same; torchrun ends the others as soon as one has ended.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(PATIENCE_S)
-        sys.exit(2)
+        if environment_rank() > 0:
+            # If the first process ended as well, torchrun ends this one meanwhile, and the reason stands there once.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(PATIENCE_S)
+        raise
 
 
 def run_name(config: Config) -> str:

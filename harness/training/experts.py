@@ -90,6 +90,8 @@ def _places(layer: Layer, parameters: Sequence[Tensor]) -> list[list[tuple[Any, 
         holder = waiting.pop()
         if id(holder) in seen or isinstance(holder, (Tensor, type, types.ModuleType, types.FunctionType)):
             continue
+        if type(holder).__module__.startswith("triton"):  # a kernel: knows the globals of its module, and no weights
+            continue
         seen.add(id(holder))
         if isinstance(holder, MutableMapping):
             entries = list(holder.items())

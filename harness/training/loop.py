@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import zlib
 from collections.abc import Iterator
@@ -95,6 +96,8 @@ def train(
                 done = checkpoints.load(latest, config, model, optimiser, corpus)
             log = Log(run_folder, done) if first else None
             run = Run()
+            if first and done >= config.steps:
+                out.print(f"all {config.steps} steps are done already, see {run_folder}", soft_wrap=True)
             for step in range(done, config.steps):
                 train_step(step, config, plugin, place, model, optimiser, corpus, run, log, step - done >= WARM_UP)
                 if first:
@@ -224,7 +227,7 @@ def _failures(base: dict[str, Any], rows_folder: Path, place: Place) -> Iterator
         raise UserError(f"{who}{error}") from error
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or no_host_memory(error):
-            said = describe(error).split(" GPU 0 has")[0].split(". ")[0]
+            said = re.split(r" GPU \d+ has", describe(error))[0].rstrip(". ")
             rows.append(rows_folder, rows.failed_row(base, "out_of_memory", said))
             raise UserError(
                 f"{who}out of memory ({said}): train fewer layers (--layers), recompute activations (--recompute), or "

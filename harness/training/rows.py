@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from harness import store
 from harness.environment import environment
 from harness.interface import Implementation, LayerSpec, RoutingSpec
 from harness.record import SCHEMA_VERSION, utc_now
+from harness.registry import code_hash
 from harness.statistics import summarise
 from harness.training.config import Config
 from harness.training.costs import utilisation
@@ -29,6 +31,11 @@ def variant(config: Config, world: int) -> str:
 
 def base_row(config: Config, plugin: Implementation, world: int, device: str) -> dict[str, Any]:
     """Everything but what came of it. ``shape.T`` is the tokens of a micro-batch on one process."""
+    machine = environment(device, plugin.distributions)
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    code = code_hash(plugin) + hashlib.sha256(sources).hexdigest()
+    asked = {"operation": OPERATION, "config": config.as_dict(), "world_size": world}
+    key = store.resume_key(asked, code, machine["packages"], machine["gpu"] or machine["cpu"] or "")
     return {
         "schema": SCHEMA_VERSION,
         "record": "measurement",
@@ -44,8 +51,9 @@ def base_row(config: Config, plugin: Implementation, world: int, device: str) ->
         "dtype": config.dtype,
         "layer": asdict(LayerSpec()),
         "routing": asdict(RoutingSpec(config.routing, seed=config.seed, m_tile=config.m_tile)),
+        "resume_key": key,
         "measured_on": device,
-        "environment": environment(device, plugin.distributions),
+        "environment": machine,
     }
 
 
