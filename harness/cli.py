@@ -250,6 +250,10 @@ def train(
         Path | None, typer.Option("--folder", help="Folder for curves and checkpoints; default: below the rows'.")
     ] = None,
     output: RowsFolder = None,
+    against: Annotated[
+        str, typer.Option(help="NAME or NAME:ROUTING: compare steps in turns, time of that one / of this one.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(help="Of --against.")] = 6,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent process counts as lost.")] = 600.0,
 ) -> None:
     """Train an MoE language model; under torchrun one process for each GPU (torchrun ... -m harness.cli train ...)."""
@@ -271,7 +275,7 @@ def train(
         "checkpoint_every": checkpoint_every,
         "validate_every": validate_every,
     }
-    run_training(out, configuration, changes, device, run_folder, output, resume, timeout)
+    run_training(out, configuration, changes, device, run_folder, output, resume, timeout, against, rounds)
 
 
 @app.command()

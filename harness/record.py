@@ -456,7 +456,8 @@ def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
 def _training(row: Mapping[str, Any]) -> list[str]:
     table, step = row.get("training"), row.get("operation") == "training_step"
     if table is None:
-        return ["training: missing"] if step and row.get("status") in MEASURED_STATUSES else []
+        expected = step and row.get("record") == "measurement" and row.get("status") in MEASURED_STATUSES
+        return ["training: missing"] if expected else []
     if not step:
         return ["training: belongs to the operation training_step only"]
     if not isinstance(table, Mapping) or set(table) != set(Training.__annotations__):

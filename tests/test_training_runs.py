@@ -20,6 +20,8 @@ from harness import store
 from harness.training import checkpoints, data, log
 from harness.training.model import Transformer
 
+CommandLine = Callable[..., tuple[int, str, str]]
+
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +143,21 @@ def test_torchrun(moebench: MoeBench, tmp_path: Path) -> None:
     assert done.stdout.count("validation loss") == 1
 
 
-CommandLine = Callable[..., tuple[int, str, str]]
+def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path) -> None:
+    arguments = ("tiny", "--against", "torch_loop:nearest", "--rounds", 2, "--implementation", "torch_loop")
+    code, said, error = command_line("train", *arguments, "--output", tmp_path, "--device", "cpu")
+    assert code == 0 and not error and said.count("round ") == 2
+    rows, problems = store.read(tmp_path / "training.jsonl")
+    assert not problems
+    assert [row["record"] for row in rows] == ["measurement", "measurement", "ratio"]
+    assert [row["routing"]["method"] for row in rows] == ["nearest", "top_k", "nearest"]
+    times = [row["latency_ms"] for row in rows[:2]]
+    assert [summary["samples"] for summary in times] == [16, 16]
+    ratio = rows[2]
+    assert (ratio["numerator"], ratio["denominator"], ratio["samples"]) == ("torch_loop", "torch_loop", 2)
+    assert ratio["denominator_routing"]["method"] == "top_k" and ratio["time_kind"] == "host"
+    low, high = ratio["ci95"]
+    assert low <= ratio["value"] <= high
 
 
 def refused(command_line: CommandLine, tmp_path: Path, *arguments: object) -> str:
@@ -177,7 +193,7 @@ def test_a_crash_is_a_row_and_no_message_of_ours(tmp_path: Path, monkeypatch: py
 def test_a_loss_that_is_no_number(command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nan = torch.tensor(float("nan"), requires_grad=True)
     monkeypatch.setattr(Transformer, "forward", lambda self, *_: (nan * self.norm.weight.sum(), nan * 0))
-    monkeypatch.setattr("harness.training.loop._check_gradients", lambda *_: None)
+    monkeypatch.setattr("harness.training.loop.Trainer._check_gradients", lambda _: None)
     assert "the loss is nan at step 1" in refused(command_line, tmp_path, "tiny")
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,14 @@ def _process(rank: int, world: int, port: int, kill: int | None, said: Any, fold
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     if kill is not None and rank == world - 1:
-        step_of: Callable[..., None] = loop.train_step
+        step = loop.Trainer.step
 
-        def dies(step: int, *arguments: Any) -> None:
-            if step == kill:
+        def dies(self: loop.Trainer, number: int, counts: bool = True) -> dict[str, Any]:
+            if number == kill:
                 os.kill(os.getpid(), signal.SIGKILL)
-            step_of(step, *arguments)
+            return step(self, number, counts)
 
-        loop.train_step = dies  # type: ignore[assignment]
+        loop.Trainer.step = dies  # type: ignore[method-assign]
     try:
         train(folder, **changes)
     except Exception as error:

@@ -9,7 +9,9 @@ from typing import Any
 from harness.registry import ROOT
 from harness.shapes import MoEShape
 
-TRAINING = "needs rows of training steps: moebench train 7B --implementation NAME, for each that is compared"
+TRAINING = (
+    "needs training runs that differ in routing alone (moebench train --routing), whose losses no row compares yet"
+)
 
 
 def command(sweep: str, *plugins: str, shape: MoEShape | None = None) -> str:

@@ -10,9 +10,10 @@ from harness.claims.paper import Entry
 from harness.claims.rows import GpuRows
 from harness.claims.subjects import Measure, unmeasured
 from harness.claims.time_claims import forward_vs_deepgemm, near_bound, speed
+from harness.claims.training_claims import step_ratio
 
 
-def _training(rows: GpuRows, entry: Entry, subject: str) -> Finding:
+def _quality(rows: GpuRows, entry: Entry, subject: str) -> Finding:
     return unmeasured(rows, subject, TRAINING)
 
 
@@ -29,10 +30,10 @@ MEASURES: dict[str, Measure] = {
     "forward-vs-deepgemm-7b": forward_vs_deepgemm,
     "backward-vs-scattermoe-7b": speed("scattermoe", "backward"),
     "token-rounding-kernel-speedup": token_rounding,
-    "token-rounding-quality": _training,
+    "token-rounding-quality": _quality,
     "near-dense-bound": near_bound,
-    "training-throughput-7b": _training,
-    "token-rounding-training-throughput": _training,
+    "training-throughput-7b": step_ratio("7B", "scattermoe", "top_k"),
+    "token-rounding-training-throughput": step_ratio("1.4B", None, "nearest"),
     "activation-memory-range": memory_range,
     "io-overlap": io_overlap,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def train(
     output: Path | None,
     resume: bool,
     timeout_s: float,
+    against: str = "",
+    rounds: int = 6,
 ) -> None:
     """See ``moebench train --help``.
 
@@ -47,8 +50,15 @@ def train(
         config = load_config(configuration, changes)
         folder = results_folder(output)
 
-        from harness.training import loop
+        from harness.training import loop, pairs
 
+        if against:
+            if rounds < 1:
+                raise UserError(f"--rounds {rounds}: must be at least 1")
+            name, _, routing = against.partition(":")
+            other = replace(config, implementation=name, routing=routing or config.routing)
+            pairs.compare(out, config, other, device=device, rows_folder=folder, rounds=rounds, timeout_s=timeout_s)
+            return
         place = run_folder or folder / "training" / run_name(config)
         loop.train(out, config, device=device, run_folder=place, rows_folder=folder, resume=resume, timeout_s=timeout_s)
     except UserError:

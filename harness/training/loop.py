@@ -6,7 +6,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from harness.compilation import CompilationCounter, watch_triton
 from harness.environment import GpuMonitor
@@ -38,19 +39,125 @@ WARM_UP = 3
 
 
 @dataclass
-class Run:
-    """What a run has come to.
+class Times:
+    """Of the steps that count.
 
     Attributes:
-        step_ms: of the steps that count.
+        step_ms: wall clock.
         states: the GPU's clock and power after each of them.
         compiled: compilations meanwhile.
     """
 
-    loss: float = math.nan
     step_ms: list[float] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
     compiled: int = 0
+
+
+class Trainer:
+    """A model in training on this process.
+
+    Raises:
+        UserError: the implementation cannot be trained so, or the corpus does not serve.
+    """
+
+    def __init__(self, config: Config, plugin: Implementation, place: Place) -> None:
+        self.config, self.plugin, self.place = config, plugin, place
+        self.corpus: Corpus = open_corpus(config, place.rank, place.world)
+        sharding = Sharding(place, config.dtype)
+        self.model = Transformer(config, plugin, place.device, wrap=sharding)
+        sharding(self.model)
+        self.optimiser = make_optimiser(self.model, config)
+        self.times = Times()
+
+    def step(self, number: int, counts: bool = True) -> dict[str, Any]:
+        """One step: data, forward and backward of each micro-batch, clipping, update.
+
+        Args:
+            number: of the step, from 0.
+            counts: whether its time does.
+
+        Returns:
+            A line of the run's log.
+
+        Raises:
+            UserError: the loss is no number, or a weight gets no gradient.
+        """
+        config, place, model = self.config, self.place, self.model
+        compilations = CompilationCounter()
+        started = _now(place)
+        rate = learning_rate(config, number)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        own = config.micro_batches // place.world
+        sums = torch.zeros(2, device=place.device)
+        model.train()
+        for i, batch in enumerate(self.corpus.batches(number)):
+            # What routing draws depends on seed, step and micro-batch alone: there is no state to save.
+            torch.manual_seed(zlib.crc32(f"{config.seed} {number} {i * place.world + place.rank}".encode()))
+            batch = batch.to(place.device)
+            loss, balance = model(batch[:, :-1], batch[:, 1:])
+            # FSDP-2 takes the mean over processes.
+            ((loss + config.balance * balance) / own).backward()
+            sums += torch.stack([loss.detach(), balance.detach()])
+        self._check_gradients()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        dist.all_reduce(sums)
+        mean_loss, mean_balance = (sums / config.micro_batches).tolist()
+        seconds = _now(place) - started
+        if not math.isfinite(mean_loss):
+            raise UserError(f"the loss is {mean_loss} at step {number + 1}: lower learning_rate, or lengthen warmup")
+        if counts:
+            self.times.step_ms.append(seconds * 1e3)
+            self.times.compiled += compilations.since_start()
+            if place.device.type == "cuda":
+                self.times.states.append(_monitor(place).sample())
+        return {
+            "step": number + 1,
+            "loss": mean_loss,
+            "balance": mean_balance,
+            "gradient_norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+            "learning_rate": rate,
+            "seconds": round(seconds, 6),
+            "tokens": (number + 1) * config.step_tokens,
+        }
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss of the validation set in nats a token; routing by top-K, whatever the training's."""
+        device = self.place.device
+        self.model.eval()
+        sums = torch.zeros(2, device=device)
+        for batch, weight in self.corpus.validation():
+            batch = batch.to(device)
+            loss, _ = self.model(batch[:, :-1], batch[:, 1:])
+            sums += torch.stack([loss * weight, torch.tensor(weight, device=device)])
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1])
+
+    def peak_bytes(self) -> int | None:
+        """The most that any process' GPU had allocated; every process calls it."""
+        if self.place.device.type != "cuda":
+            return None
+        most = torch.tensor(torch.cuda.max_memory_allocated(), device=self.place.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    def row(self, base: Mapping[str, Any], loss: float, peak_bytes: int | None) -> dict[str, Any]:
+        """The row of the steps that counted so far."""
+        times = self.times
+        during = clock_fields(times.states) if times.states else None
+        unstable = f"{times.compiled} compilations happened while timing" if times.compiled else ""
+        notes = [*self.model.notes, f"corpus {self.config.corpus}"]
+        return rows.measured_row(
+            base, self.config, self.place.world, times.step_ms, loss, peak_bytes, notes, during, unstable
+        )
+
+    def _check_gradients(self) -> None:
+        without = [name for name, parameter in self.model.named_parameters() if parameter.grad is None]
+        if without:
+            raise UserError(f"{self.plugin.label} cannot be trained: its layer gives no gradient for {without[0]}")
 
 
 def train(
@@ -62,7 +169,7 @@ def train(
     rows_folder: Path,
     resume: bool = False,
     timeout_s: float = 600.0,
-) -> Run:
+) -> None:
     """Train, write the curves and checkpoints to ``run_folder``, and a row to ``rows_folder``.
 
     Args:
@@ -73,123 +180,49 @@ def train(
     Raises:
         UserError: what stands in the way, and what to change.
     """
-    first, latest = environment_rank() == 0, None
+    first = environment_rank() == 0
     plugin = load_registry().get(config.implementation)
     point_of(plugin, config, device, config.routing)
-    existing = checkpoints.complete(run_folder / "checkpoints")
-    if existing and not resume:
-        raise UserError(f"{run_folder} holds a run: continue it with --resume, or name another folder with --folder")
-    if existing:
-        latest = existing[-1]
+    checkpoint_folder = run_folder / "checkpoints"
+    latest = max(checkpoints.complete(checkpoint_folder), key=lambda checkpoint: checkpoint.step, default=None)
+    if latest is not None:
+        if not resume:
+            raise UserError(
+                f"{run_folder} holds a run: continue it with --resume, or name another folder with --folder"
+            )
         checkpoints.check_configuration(latest, config)
     watch_triton()
     with process_group(device, timeout_s) as place:
         base = rows.base_row(config, plugin, place.world, device)
-        with _failures(base, rows_folder, place):
-            corpus = open_corpus(config, place.rank, place.world)
-            sharding = Sharding(place, config.dtype)
-            model = Transformer(config, plugin, place.device, wrap=sharding)
-            sharding(model)
-            optimiser = make_optimiser(model, config)
-            done = 0
-            if latest is not None:
-                done = checkpoints.load(latest, config, model, optimiser, corpus)
+        with failures(base, rows_folder, place):
+            trainer = Trainer(config, plugin, place)
+            state = config, trainer.model, trainer.optimiser, trainer.corpus
+            done = 0 if latest is None else checkpoints.load(latest, *state)
             log = Log(run_folder, done) if first else None
-            run = Run()
             if first and done >= config.steps:
                 out.print(f"all {config.steps} steps are done already, see {run_folder}", soft_wrap=True)
-            for step in range(done, config.steps):
-                train_step(step, config, plugin, place, model, optimiser, corpus, run, log, step - done >= WARM_UP)
-                if first:
-                    _say(out, config, place, step + 1, run)
-                ended = step + 1 == config.steps
-                if ended or (config.validate_every and (step + 1) % config.validate_every == 0):
-                    loss = validate(model, corpus, place)
+            line: dict[str, Any] = {}
+            for number in range(done, config.steps):
+                line = trainer.step(number, counts=number - done >= WARM_UP)
+                if log is not None:
+                    log.write(**line)
+                    _say(out, trainer, line)
+                ended = number + 1 == config.steps
+                if ended or (config.validate_every and (number + 1) % config.validate_every == 0):
+                    loss = trainer.validate()
                     if log is not None:
-                        log.write(step=step + 1, validation_loss=loss)
-                        out.print(f"step {step + 1}: validation loss {loss:.4f}", highlight=False)
-                if config.checkpoint_every and (ended or (step + 1) % config.checkpoint_every == 0):
-                    checkpoints.save(run_folder / "checkpoints", step + 1, config, model, optimiser, corpus)
+                        log.write(step=number + 1, validation_loss=loss)
+                        out.print(f"step {number + 1}: validation loss {loss:.4f}", highlight=False)
+                if config.checkpoint_every and (ended or (number + 1) % config.checkpoint_every == 0):
+                    checkpoints.save(checkpoint_folder, number + 1, *state)
             if log is not None:
                 log.close()
-            peak = _peak_bytes(place)
-            if first and run.step_ms:
-                _store(out, base, config, plugin, place, model, run, peak, rows_folder)
-            return run
-
-
-def train_step(
-    step: int,
-    config: Config,
-    plugin: Implementation,
-    place: Place,
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    corpus: Corpus,
-    run: Run,
-    log: Log | None,
-    counts: bool,
-) -> None:
-    """One step: data, forward and backward of each micro-batch, clipping, update.
-
-    Args:
-        step: from 0.
-        counts: whether its time goes into the row.
-    """
-    compilations = CompilationCounter()
-    started = _now(place)
-    rate = learning_rate(config, step)
-    for group in optimiser.param_groups:
-        group["lr"] = rate
-    own = config.micro_batches // place.world
-    sums = torch.zeros(2, device=place.device)
-    model.train()
-    for number, batch in enumerate(corpus.batches(step)):
-        # What routing draws depends on seed, step and micro-batch alone: nothing to save, on any number of processes.
-        torch.manual_seed(zlib.crc32(f"{config.seed} {step} {number * place.world + place.rank}".encode()))
-        batch = batch.to(place.device)
-        loss, balance = model(batch[:, :-1], batch[:, 1:])
-        # FSDP-2 takes the mean over processes.
-        ((loss + config.balance * balance) / own).backward()
-        sums += torch.stack([loss.detach(), balance.detach()])
-    _check_gradients(model, plugin)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    optimiser.step()
-    optimiser.zero_grad(set_to_none=True)
-    dist.all_reduce(sums)
-    run.loss, balance_loss = (sums / config.micro_batches).tolist()
-    seconds = _now(place) - started
-    if not math.isfinite(run.loss):
-        raise UserError(f"the loss is {run.loss} at step {step + 1}: lower learning_rate, or lengthen warmup")
-    if counts:
-        run.step_ms.append(seconds * 1e3)
-        run.compiled += compilations.since_start()
-        if place.device.type == "cuda":
-            run.states.append(_monitor(place).sample())
-    full = getattr(norm, "full_tensor", lambda: norm)()
-    if log is not None:
-        log.write(
-            step=step + 1,
-            loss=run.loss,
-            balance=balance_loss,
-            gradient_norm=float(full),
-            learning_rate=rate,
-            seconds=round(seconds, 6),
-            tokens=(step + 1) * config.step_tokens,
-        )
-
-
-@torch.no_grad()
-def validate(model: nn.Module, corpus: Corpus, place: Place) -> float:
-    """Mean loss of the validation set in nats a token; routing by top-K, whatever the training's."""
-    model.eval()
-    sums = torch.zeros(2, device=place.device)
-    for batch, weight in corpus.validation():
-        batch = batch.to(place.device)
-        loss, _ = model(batch[:, :-1], batch[:, 1:])
-        sums += torch.stack([loss * weight, torch.tensor(weight, device=place.device)])
-    dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
+            peak = trainer.peak_bytes()
+            if first and trainer.times.step_ms:
+                row = trainer.row(base, line["loss"], peak)
+                out.print(
+                    f"{_rates(row, place)}; row in {rows.append(rows_folder, row)}", highlight=False, soft_wrap=True
+                )
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -211,14 +244,8 @@ def make_optimiser(model: nn.Module, config: Config) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=on_gpu or None)
 
 
-def _check_gradients(model: nn.Module, plugin: Implementation) -> None:
-    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    if without:
-        raise UserError(f"{plugin.label} cannot be trained: its layer gives no gradient for {without[0]}")
-
-
 @contextmanager
-def _failures(base: dict[str, Any], rows_folder: Path, place: Place) -> Iterator[None]:
+def failures(base: Mapping[str, Any], rows_folder: Path, place: Place) -> Iterator[None]:
     """What goes wrong becomes a row, where it is about the implementation on this machine, and one line."""
     who = f"process {place.rank} of {place.world}: " if place.world > 1 else ""
     try:
@@ -259,49 +286,25 @@ def _monitor(place: Place) -> GpuMonitor:
     return _monitors[place.device]
 
 
-def _peak_bytes(place: Place) -> int | None:
-    """The most that any process' GPU had allocated; every process calls it."""
-    if place.device.type != "cuda":
-        return None
-    most = torch.tensor(torch.cuda.max_memory_allocated(), device=place.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
-
-
-def _say(out: Console, config: Config, place: Place, step: int, run: Run) -> None:
+def _say(out: Console, trainer: Trainer, line: Mapping[str, Any]) -> None:
     """A line of progress: each step on a terminal, in place; else every tenth part of the run."""
+    config, place, step = trainer.config, trainer.place, line["step"]
     if not (out.is_terminal or step == config.steps or step % max(config.steps // 10, 1) == 0):
         return
-    parts = [f"step {step}/{config.steps}", f"loss {run.loss:.4f}"]
-    if run.step_ms:
-        tokens_per_s = config.step_tokens / run.step_ms[-1] * 1e3
-        parts += [f"{tokens_per_s:,.0f} tokens/s"]
-        if place.device.type == "cuda":
-            parts += [f"{tokens_per_s * 86_400 / place.world / 1e9:.3g} B tokens/day/GPU"]
-            share = utilisation(config, tokens_per_s, place.world, torch.cuda.get_device_name(place.device))
-            parts += [f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"]
-            parts += [] if share is None else [f"MFU {share:.1%}"]
+    tokens_per_s = config.step_tokens / line["seconds"]
+    parts = [f"step {step}/{config.steps}", f"loss {line['loss']:.4f}", f"{tokens_per_s:,.0f} tokens/s"]
+    if place.device.type == "cuda":
+        share = utilisation(config, tokens_per_s, place.world, torch.cuda.get_device_name(place.device))
+        parts += [f"{tokens_per_s * 86_400 / place.world / 1e9:.3g} B tokens/day/GPU"]
+        parts += [f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"]
+        parts += [] if share is None else [f"MFU {share:.1%}"]
     out.print(", ".join(parts), highlight=False, end="\r" if out.is_terminal and step < config.steps else "\n")
 
 
-def _store(
-    out: Console,
-    base: dict[str, Any],
-    config: Config,
-    plugin: Implementation,
-    place: Place,
-    model: Transformer,
-    run: Run,
-    peak: int | None,
-    rows_folder: Path,
-) -> None:
-    during = clock_fields(run.states) if run.states else None
-    unstable = f"{run.compiled} compilations happened while timing" if run.compiled else ""
-    notes = [*model.notes, f"corpus {config.corpus}"]
-    row = rows.measured_row(base, config, place.world, run.step_ms, run.loss, peak, notes, during, unstable)
-    path = rows.append(rows_folder, row)
+def _rates(row: Mapping[str, Any], place: Place) -> str:
+    """A row's numbers for people."""
     numbers = row["training"]
-    said = f"{plugin.label}: {numbers['tokens_per_s']:,.0f} tokens/s"
+    said = f"{row['label']}: {numbers['tokens_per_s']:,.0f} tokens/s"
     if place.device.type == "cuda":
         said += f", {numbers['tokens_per_day_per_gpu'] / 1e9:.3g} B tokens/day/GPU"
-    out.print(f"{said}; row in {path}", highlight=False, soft_wrap=True)
+    return said
