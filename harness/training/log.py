@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
 
-FILE = "log.jsonl"
+FILE, CONFIG_FILE = "log.jsonl", "config.json"
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -32,6 +33,14 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a run's folder. Raises `UserError` where there is none."""
+    try:
+        return dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{folder}: holds no run of moebench train ({CONFIG_FILE} is missing or broken)") from error
+
+
 class Log:
     """Appends to a run's curves.
 
@@ -39,15 +48,17 @@ class Log:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, done: int) -> None:
+    def __init__(self, folder: Path, done: int, config: Mapping[str, Any]) -> None:
         """
         Args:
             done: steps that stay; lines of later ones, which will be computed again, go.
+            config: of the run, for `read_config`.
         """
         path = folder / FILE
         kept = [line for line in read(folder) if line.get("step", 0) <= done] if done else []
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
             fresh = path.with_suffix(".new")
             fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(fresh, path)

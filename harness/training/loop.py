@@ -198,7 +198,7 @@ def train(
             trainer = Trainer(config, plugin, place)
             state = config, trainer.model, trainer.optimiser, trainer.corpus
             done = 0 if latest is None else checkpoints.load(latest, *state)
-            log = Log(run_folder, done) if first else None
+            log = Log(run_folder, done, config.as_dict()) if first else None
             if first and done >= config.steps:
                 out.print(f"all {config.steps} steps are done already, see {run_folder}", soft_wrap=True)
             line: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def failures(base: Mapping[str, Any], rows_folder: Path, place: Place) -> Iterat
         if place.world > 1 and lost_process(error):
             raise UserError(
                 f"{who}another process has ended, or kept the others waiting for too long; what it printed says why. "
-                "Continue from the last checkpoint with --resume"
+                f"Continue from the last checkpoint with --resume ({describe(error)[:120]})"
             ) from error
         rows.append(rows_folder, rows.failed_row(base, "crashed", describe(error)))
         raise
