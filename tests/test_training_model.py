@@ -290,12 +290,6 @@ class FakeStream:
     def __init__(self, first: int = 0, stride: int = 1, end: int = 4000) -> None:
         self.first, self.stride, self.end, self.given = first, stride, end, 0
 
-    def take(self, count: int) -> FakeStream:
-        return FakeStream(self.first, self.stride, self.first + count)
-
-    def skip(self, count: int) -> FakeStream:
-        return FakeStream(self.first + count, self.stride, self.end)
-
     def __iter__(self) -> Iterator[dict[str, str]]:
         while (number := self.first + self.given * self.stride) < self.end:
             self.given += 1
@@ -365,10 +359,11 @@ def test_a_stream_goes_on_where_it_stopped(hub: Config) -> None:
 
 def test_a_streams_documents_go_to_one_place_each(hub: Config) -> None:
     seen = []
-    for rank in range(2):
-        corpus = HubStream(hub, rank, 2)
-        seen.append({int(t) for step in range(6) for b in corpus.batches(step) for t in b.flatten()} - {4999})
-    validation = {int(t) for batch, _ in HubStream(hub, 0, 1).validation() for t in batch.flatten()} - {4999}
+    for corpus in (HubStream(hub, rank, 2) for rank in range(2)):
+        seen.append({int(t) for step in range(120) for b in corpus.batches(step) for t in b.flatten()} - {4999})
+    corpus = HubStream(replace(hub, validation_sequences=4), 0, 1)
+    validation, again = ({int(t) for b, _ in corpus.validation() for t in b.flatten()} - {4999} for _ in range(2))
+    assert validation == again and max(validation) < max(seen[0] | seen[1]), "none were passed over"
     assert all(seen) and validation and not (seen[0] & seen[1]) and not (validation & (seen[0] | seen[1]))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,12 +137,11 @@ class HubStream:
     """A data set of the Hugging Face Hub as a stream, ``NAME`` or ``NAME:SUBSET``, its field ``text`` in tokens of
     GPT-2 with an end of text between documents. Needs ``pip install -e '.[training]'`` and a network.
 
-    The first documents are for validation; the rest is dealt out to the processes. A stream goes on after a stop with
-    as many processes as before.
+    One document in fifty, by a checksum of its text, is for validation; the others are dealt out to the processes. A
+    stream goes on after a stop with as many processes as before.
     """
 
-    #: Documents kept for validation, for each of its sequences.
-    HELD_OUT = 16
+    HELD_OUT = 50
 
     def __init__(self, config: Config, rank: int, world: int) -> None:
         try:
@@ -166,11 +166,11 @@ class HubStream:
             needed = self.tokenizer.get_vocab_size()
             raise UserError(f"vocabulary = {config.vocabulary}: the corpus {config.corpus} needs {needed}")
         self.end = self.tokenizer.token_to_id("<|endoftext|>")
-        documents = self.HELD_OUT * config.validation_sequences
-        self.held_out = stream.take(documents)
-        self.stream = split_dataset_by_node(stream.skip(documents), rank=rank, world_size=world)
+        self.every = stream
+        self.stream = split_dataset_by_node(stream, rank=rank, world_size=world)
         self.left: list[int] = []
         self.documents = iter(self.stream)
+        self.held_out: list[list[list[int]]] = []
 
     def batches(self, step: int) -> Iterator[Tensor]:
         size = self.config.micro_batch
@@ -178,20 +178,29 @@ class HubStream:
             yield torch.tensor([self._next() for _ in range(size)])
 
     def validation(self) -> Iterator[tuple[Tensor, float]]:
-        """Whole micro-batches of what the documents held out give; each process takes its share."""
-        size, length = self.config.micro_batch, self.config.sequence
-        tokens: list[int] = []
-        for document in self.held_out:
-            tokens += [*self.tokenizer.encode(document["text"]).ids, self.end]
-            if len(tokens) > self.config.validation_sequences * length:
-                break
-        sequences = [tokens[i : i + length + 1] for i in range(0, len(tokens) - length, length)]
-        batches = [sequences[i : i + size] for i in range(0, len(sequences) - size + 1, size)]
-        if not batches:
-            raise UserError(f"corpus {self.config.corpus}: too few documents held out for a validation batch")
+        """Read once, from the beginning of the stream; kept for the next time."""
+        if not self.held_out:
+            self.held_out = self._hold_out()
+        batches = self.held_out
         for first in range(0, len(batches), self.world):
             number = first + self.rank
             yield torch.tensor(batches[number % len(batches)]), float(number < len(batches))
+
+    def _hold_out(self) -> list[list[list[int]]]:
+        """Micro-batches of sequences of tokens."""
+        size, length = self.config.micro_batch, self.config.sequence
+        wanted = max(self.config.validation_sequences // size, 1) * size
+        tokens: list[int] = []
+        for document in self.every:
+            if self._is_held_out(document["text"]):
+                tokens += self._encode(document["text"])
+            if len(tokens) > wanted * length:
+                break
+        sequences = [tokens[i : i + length + 1] for i in range(0, len(tokens) - length, length)][:wanted]
+        batches = [sequences[i : i + size] for i in range(0, len(sequences) - size + 1, size)]
+        if not batches:
+            raise UserError(f"corpus {self.config.corpus}: too short for a validation batch of {size} sequences")
+        return batches
 
     def state(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict(), "left": self.left, "world": self.world}
@@ -212,6 +221,13 @@ class HubStream:
             document = next(self.documents, None)
             if document is None:
                 raise UserError(f"corpus {self.config.corpus}: ended; train fewer --steps")
-            self.left += [*self.tokenizer.encode(document["text"]).ids, self.end]
+            if not self._is_held_out(document["text"]):
+                self.left += self._encode(document["text"])
         found, self.left = self.left[: length + 1], self.left[length:]
         return found
+
+    def _encode(self, text: str) -> list[int]:
+        return [*self.tokenizer.encode(text).ids, self.end]
+
+    def _is_held_out(self, text: str) -> bool:
+        return zlib.crc32(text.encode()) % self.HELD_OUT == 0
