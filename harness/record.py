@@ -62,15 +62,17 @@ class TimeSummary(TypedDict, total=False):
 
 
 class Training(TypedDict):
-    """A training step's numbers: rates, model FLOPs utilisation (None: no peak is known), processes, layers, and the
-    last step's loss in nats a token."""
+    """A training step's numbers: rates, model FLOPs utilisation (None: no peak is known), processes, layers, steps of
+    the run, the last one's loss and that of the validation after it in nats a token (None: there was none)."""
 
     tokens_per_s: float
     tokens_per_day_per_gpu: float
     mfu: float | None
     world_size: int
     layers: int
+    steps: int
     loss: float
+    validation_loss: float | None
 
 
 class MemoryBytes(TypedDict, total=False):
@@ -467,11 +469,12 @@ def _training(row: Mapping[str, Any]) -> list[str]:
         value = table[key]
         if not (key == "mfu" and value is None) and (not _is_number(value) or value <= 0):
             problems.append(f"training.{key} {value!r}: must be a number greater than zero")
-    for key in ("world_size", "layers"):
+    for key in ("world_size", "layers", "steps"):
         if not _is_int(table[key]) or table[key] < 1:
             problems.append(f"training.{key} {table[key]!r}: must be a whole number of at least 1")
-    if not _is_number(table["loss"]):
-        problems.append(f"training.loss {table['loss']!r}: must be a number")
+    for key in ("loss", "validation_loss"):
+        if not _is_number(table[key]) and not (key == "validation_loss" and table[key] is None):
+            problems.append(f"training.{key} {table[key]!r}: must be a number")
     return problems
 
 

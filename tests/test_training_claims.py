@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,8 @@ def measurement() -> Row:
     times = {"median": 900.0, "p05": 899.0, "p95": 901.0, "ci95": [899.5, 900.5], "samples": 9, "mode": "sustained"}
     training = {"tokens_per_s": 27000.0, "tokens_per_day_per_gpu": 2.3e9, "mfu": 0.3, "world_size": 1, "layers": 8}
     row |= {"operation": "training_step", "pass": "forward_backward", "variant": "7B, 8 layers", "latency_ms": times}
-    row |= {
-        "training": {**training, "loss": 5.0},
-        "memory_bytes": {"peak": 10**11},
-        "timestamp": "2099-01-01T00:00:00Z",
-    }
+    training |= {"steps": 50, "loss": 5.0, "validation_loss": None}
+    row |= {"training": training, "memory_bytes": {"peak": 10**11}, "timestamp": "2099-01-01T00:00:00+00:00"}
     assert validate(row) == []
     return row
 
@@ -108,3 +106,33 @@ def test_training_steps_disturb_no_other_claim_and_no_figure(tmp_path: Path) -> 
     table, unread = plotted.load(folder)
     assert not unread and (table["operation"] == "training_step").sum() == 2
     pd.testing.assert_frame_equal(plotted.layers(table), layers)
+
+
+def trained(method: str, seed: int, loss: float, **fields: Any) -> Row:
+    """A run with a validation."""
+    row = changed(measurement(), routing={"method": method, "seed": seed}, training={"validation_loss": loss})
+    return {**row, **fields}
+
+
+def test_quality_by_seeds(tmp_path: Path) -> None:
+    top_k = [trained("top_k", seed, 3.0 + 0.001 * seed) for seed in range(3)]
+    nearest = [trained("nearest", seed, 3.1 + 0.001 * seed) for seed in range(3)]
+    found, problems = evaluate(write(tmp_path / "gpu", top_k + nearest).parent)
+    assert not problems
+    its = finding(found, "token-rounding-quality", "ours")
+    assert its.value == pytest.approx(math.exp(0.1)) and its.verdict == "no number in the paper"
+    assert its.ci95 is not None and its.ci95[0] < its.value < its.ci95[1] and "worse" in its.reason
+    assert [part[1] for part in its.parts] == pytest.approx([math.exp(3.001), math.exp(3.101)])
+    assert len(its.rows) == 6 and finding(found, "token-rounding-quality", "official").value is None
+
+
+def test_what_seeds_cannot_tell_is_not_measured(tmp_path: Path) -> None:
+    runs = [trained(method, seed, 3.0 + 0.01 * seed) for method in ("top_k", "nearest") for seed in range(3)]
+    its = finding(evaluate(write(tmp_path / "a" / "gpu", runs).parent)[0], "token-rounding-quality", "ours")
+    assert its.value is None and its.verdict == "not measured" and "cannot be told" in its.reason and its.parts
+    one = [trained("top_k", 0, 3.0), trained("nearest", 0, 3.1)]
+    its = finding(evaluate(write(tmp_path / "b" / "gpu", one).parent)[0], "token-rounding-quality", "ours")
+    assert its.value is None and "no arm has two seeds" in its.reason
+    apart = [trained("top_k", 0, 3.0), trained("nearest", 0, 3.1, variant="another run")]
+    its = finding(evaluate(write(tmp_path / "c" / "gpu", apart).parent)[0], "token-rounding-quality", "ours")
+    assert its.value is None and "moebench train 1.4B" in its.reason and not its.parts

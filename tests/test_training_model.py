@@ -457,7 +457,7 @@ def test_parameters_are_divided_evenly_where_they_can_be() -> None:
 def step_row(**training: Any) -> dict[str, Any]:
     config = tiny()
     plugin = default_registry().get(config.implementation)
-    row = rows.measured_row(rows.base_row(config, plugin, 1, "cpu"), config, 1, [5.0, 4.0], 2.5, None, [], None)
+    row = rows.measured_row(rows.base_row(config, plugin, 1, "cpu"), config, 1, [5.0, 4.0], 2.5, None, None, [], None)
     row["training"] |= training
     return row
 
@@ -467,9 +467,9 @@ def test_rows_of_steps_are_valid_and_apart() -> None:
     variants = {
         rows.variant(replace(tiny(), **changes), world)
         for world in (1, 2)
-        for changes in ({}, {"layers": 3}, {"recompute": True}, {"batch": 16})
+        for changes in ({}, {"layers": 3}, {"recompute": True}, {"batch": 16}, {"steps": 9})
     }
-    assert len(variants) == 8
+    assert len(variants) == 10
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,15 @@ def test_two_processes_learn_more_than_how_often_bytes_occur(together: Path) -> 
 
 
 def test_a_training_step_is_a_row(together: Path) -> None:
-    rows, problems = store.read(together / "training.jsonl")
+    rows, problems = store.read_folder(together)  # the run's own files are below it
     assert not problems and len(rows) == 1
     row = rows[0]
     assert (row["operation"], row["status"], row["implementation"]) == ("training_step", "ok", "sonicmoe_torch")
     numbers = row["training"]
-    assert (numbers["world_size"], numbers["layers"], numbers["mfu"]) == (2, 2, None)
+    assert (numbers["world_size"], numbers["layers"], numbers["steps"], numbers["mfu"]) == (2, 2, STEPS, None)
+    assert numbers["validation_loss"] == next(
+        line["validation_loss"] for line in curve(together) if "validation_loss" in line
+    )
     assert numbers["loss"] == pytest.approx(float(losses(together)[-1]))
     per_step = row["latency_ms"]["median"] / 1e3
     assert numbers["tokens_per_s"] == pytest.approx(8 * 64 / per_step)

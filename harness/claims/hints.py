@@ -9,10 +9,6 @@ from typing import Any
 from harness.registry import ROOT
 from harness.shapes import MoEShape
 
-TRAINING = (
-    "needs training runs that differ in routing alone (moebench train --routing), whose losses no row compares yet"
-)
-
 
 def command(sweep: str, *plugins: str, shape: MoEShape | None = None) -> str:
     """What to run: a command line that measures these implementations, and the ratios between them, in a sweep."""

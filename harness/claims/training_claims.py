@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 from harness.claims.model import Finding
 from harness.claims.paper import Entry
-from harness.claims.rows import GpuRows, Line, failure, number_of
-from harness.claims.subjects import SUBJECTS, Measure, measured, sentences, unmeasured
+from harness.claims.rows import GpuRows, Line, Number, failure, number_of
+from harness.claims.subjects import SUBJECTS, Measure, Part, measured, sentences, unmeasured
+from harness.errors import UserError
+from harness.training import power
 
 
 def step_ratio(configuration: str, numerator: str | None, method: str) -> Measure:
@@ -42,3 +47,54 @@ def step_ratio(configuration: str, numerator: str | None, method: str) -> Measur
         return measured(rows, entry.claim, subject, number_of(found[-1]), remark)
 
     return measure
+
+
+def quality(rows: GpuRows, entry: Entry, subject: str) -> Finding:
+    """Validation perplexity after training with nearest rounding / with top-K, of runs that differ in seed and routing
+    alone: the newest such set. A difference that the seeds cannot tell is not measured."""
+    plugin = SUBJECTS[subject]
+    sets: dict[tuple[str, str], dict[tuple[str, int], Line]] = {}
+    for line in sorted(rows.every, key=lambda line: line.moment):
+        row = line.row
+        if (row["record"], row["operation"], row["status"]) != ("measurement", "training_step", "ok"):
+            continue
+        if row["implementation"] == plugin and not math.isnan(_validation_loss(line)):
+            # Of one arm and seed the newer run counts; what was touched last is the newest set.
+            key = row["variant"], str(row["shape"])
+            runs = sets.pop(key, {})
+            sets[key] = {**runs, (row["routing"]["method"], row["routing"]["seed"]): line}
+    arms: dict[str, list[Line]] = {}
+    for runs in sets.values():
+        found: dict[str, list[Line]] = {}
+        for (method, _), line in runs.items():
+            found.setdefault(method, []).append(line)
+        if {"top_k", "nearest"} <= set(found):
+            arms = found
+    command = f"run: moebench train 1.4B --implementation {plugin} --routing nearest --seed 0, and 1, 2; and by top_k"
+    if not arms:
+        return unmeasured(rows, subject, command)
+    losses = {method: [_validation_loss(line) for line in lines] for method, lines in arms.items()}
+    parts: list[Part] = [
+        (f"perplexity, {method}, {len(values)} seeds", math.exp(statistics.fmean(values)), None)
+        for method, values in losses.items()
+    ]
+    used = tuple(line for lines in arms.values() for line in lines)
+    try:
+        deviation, freedom = power.pooled_deviation(list(losses.values()))
+    except UserError as error:
+        return unmeasured(rows, subject, sentences(str(error), command), parts, used)
+    its = power.compare(losses["top_k"], losses["nearest"], deviation, freedom)
+    limit = f"less than {its.detectable:.4f} nats a token cannot be told by these runs"
+    if its.verdict == "not measured":
+        said = f"{its.difference:+.4f} nats [{its.ci95[0]:+.4f}, {its.ci95[1]:+.4f}]"
+        return unmeasured(rows, subject, f"nearest rounding against top-K: {said}; {limit}", parts, used)
+    low, high = its.ci95
+    number = Number(math.exp(its.difference), (math.exp(low), math.exp(high)), used)
+    remark = f"perplexity with nearest rounding / with top-K: {its.verdict}; {limit}"
+    return measured(rows, entry.claim, subject, number, remark, parts)
+
+
+def _validation_loss(line: Line) -> float:
+    """NaN where there was no validation."""
+    found = line.row["training"]["validation_loss"]
+    return math.nan if found is None else found

@@ -10,7 +10,8 @@ from typing import Any
 
 from harness.errors import UserError
 
-FILE, CONFIG_FILE = "log.jsonl", "config.json"
+#: Not ``.jsonl``, as files of rows are called, among which a run's folder may lie.
+FILE, CONFIG_FILE = "log.ndjson", "config.json"
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -144,14 +144,17 @@ class Trainer:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most)
 
-    def row(self, base: Mapping[str, Any], loss: float, peak_bytes: int | None) -> dict[str, Any]:
+    def row(
+        self, base: Mapping[str, Any], loss: float, validation_loss: float | None, peak_bytes: int | None
+    ) -> dict[str, Any]:
         """The row of the steps that counted so far."""
         times = self.times
         during = clock_fields(times.states) if times.states else None
         unstable = f"{times.compiled} compilations happened while timing" if times.compiled else ""
         notes = [*self.model.notes, f"corpus {self.config.corpus}"]
+        losses = loss, validation_loss
         return rows.measured_row(
-            base, self.config, self.place.world, times.step_ms, loss, peak_bytes, notes, during, unstable
+            base, self.config, self.place.world, times.step_ms, *losses, peak_bytes, notes, during, unstable
         )
 
     def _check_gradients(self) -> None:
@@ -202,6 +205,7 @@ def train(
             if first and done >= config.steps:
                 out.print(f"all {config.steps} steps are done already, see {run_folder}", soft_wrap=True)
             line: dict[str, Any] = {}
+            validation_loss = None
             for number in range(done, config.steps):
                 line = trainer.step(number, counts=number - done >= WARM_UP)
                 if log is not None:
@@ -209,17 +213,17 @@ def train(
                     _say(out, trainer, line)
                 ended = number + 1 == config.steps
                 if ended or (config.validate_every and (number + 1) % config.validate_every == 0):
-                    loss = trainer.validate()
+                    validation_loss = trainer.validate()
                     if log is not None:
-                        log.write(step=number + 1, validation_loss=loss)
-                        out.print(f"step {number + 1}: validation loss {loss:.4f}", highlight=False)
+                        log.write(step=number + 1, validation_loss=validation_loss)
+                        out.print(f"step {number + 1}: validation loss {validation_loss:.4f}", highlight=False)
                 if config.checkpoint_every and (ended or (number + 1) % config.checkpoint_every == 0):
                     checkpoints.save(checkpoint_folder, number + 1, *state)
             if log is not None:
                 log.close()
             peak = trainer.peak_bytes()
             if first and trainer.times.step_ms:
-                row = trainer.row(base, line["loss"], peak)
+                row = trainer.row(base, line["loss"], validation_loss, peak)
                 out.print(
                     f"{_rates(row, place)}; row in {rows.append(rows_folder, row)}", highlight=False, soft_wrap=True
                 )

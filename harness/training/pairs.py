@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def compare(
         UserError: what stands in the way, and what to change.
     """
     registry = load_registry()
-    sides = (other, config)
+    sides = replace(other, steps=WARM_UP + STEPS), replace(config, steps=WARM_UP + STEPS)
     plugins = [registry.get(side.implementation) for side in sides]
     for side, plugin in zip(sides, plugins, strict=True):
         point_of(plugin, side, device, side.routing)
@@ -72,7 +72,7 @@ def compare(
                     medians[i] = statistics.median(trainer.times.step_ms)
                     step_ms[i] += trainer.times.step_ms
                     trainer.times.step_ms = step_ms[i]
-                    measured[i] = trainer.row(bases[i], lines[-1]["loss"], trainer.peak_bytes())
+                    measured[i] = trainer.row(bases[i], lines[-1]["loss"], None, trainer.peak_bytes())
                     del trainer
                     gc.collect()
                     if device == "cuda":

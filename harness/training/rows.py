@@ -23,9 +23,11 @@ OPERATION = "training_step"
 
 
 def variant(config: Config, world: int) -> str:
-    """What else tells one training step from another: ``7B, 20 layers, 384 sequences, 2 processes, recomputing``."""
+    """What else tells one training step from another: ``7B, 20 layers, 384 sequences, 50 steps, 2 processes,
+    recomputing``."""
     plural = "es" if world > 1 else ""
-    parts = [config.name, f"{config.layers} layers", f"{config.batch} sequences", f"{world} process{plural}"]
+    parts = [config.name, f"{config.layers} layers", f"{config.batch} sequences", f"{config.steps} steps"]
+    parts += [f"{world} process{plural}"]
     return ", ".join([*parts, "recomputing"] if config.recompute else parts)
 
 
@@ -63,6 +65,7 @@ def measured_row(
     world: int,
     step_ms: Sequence[float],
     loss: float,
+    validation_loss: float | None,
     peak_bytes: int | None,
     notes: Sequence[str],
     during: Mapping[str, Any] | None,
@@ -73,6 +76,7 @@ def measured_row(
     Args:
         step_ms: whole steps, wall clock, warm.
         loss: of the last step, nats a token.
+        validation_loss: after it, with top-K; None where there was none.
         peak_bytes: the most that any process' GPU had allocated; None on a CPU.
         during: the GPU's clock and power meanwhile.
         unstable: why the numbers are not to be trusted, if so.
@@ -86,7 +90,9 @@ def measured_row(
         "mfu": utilisation(config, tokens_per_s, world, machine["gpu"]),
         "world_size": world,
         "layers": config.layers,
+        "steps": config.steps,
         "loss": loss,
+        "validation_loss": validation_loss,
     }
     row = {**base, "timestamp": utc_now(), "status": "ok", "reason": "", "notes": list(notes)}
     row |= {"latency_ms": times, "training": training}
