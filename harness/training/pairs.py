@@ -27,7 +27,7 @@ from harness.timing import pair_order
 from harness.training import rows
 from harness.training.config import Config
 from harness.training.experts import point_of
-from harness.training.loop import WARM_UP, Trainer, failures
+from harness.training.loop import WARM_UP, Times, Trainer, failures
 from harness.training.processes import environment_rank, process_group
 
 #: Of a round, after the warm-up.
@@ -60,7 +60,7 @@ def compare(
     with process_group(device, timeout_s) as place:
         bases = [rows.base_row(side, plugin, place.world, device) for side, plugin in zip(sides, plugins, strict=True)]
         measured: list[dict[str, Any]] = [{}, {}]
-        step_ms: list[list[float]] = [[], []]
+        times = Times(), Times()
         for turn, first in enumerate(pair_order(rounds, config.seed)):
             medians = [0.0, 0.0]
             for i in (first, 1 - first):
@@ -68,10 +68,9 @@ def compare(
                     if device == "cuda":
                         torch.cuda.reset_peak_memory_stats()
                     trainer = Trainer(sides[i], plugins[i], place)
+                    trainer.times = times[i]
                     lines = [trainer.step(number, counts=number >= WARM_UP) for number in range(WARM_UP + STEPS)]
-                    medians[i] = statistics.median(trainer.times.step_ms)
-                    step_ms[i] += trainer.times.step_ms
-                    trainer.times.step_ms = step_ms[i]
+                    medians[i] = statistics.median(times[i].step_ms[-STEPS:])
                     measured[i] = trainer.row(bases[i], lines[-1]["loss"], None, trainer.peak_bytes())
                     del trainer
                     gc.collect()
