@@ -16,10 +16,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scipy import optimize, stats
 
 from harness.errors import UserError
+from harness.token_rounding import ROUNDINGS, TOP_K
 from harness.training import log
 
 #: Of the two-sided test: the probability of seeing a difference where none is, and of seeing one that is there.
@@ -91,8 +93,14 @@ def compare(arm: Sequence[float], other: Sequence[float], deviation: float, free
     return Comparison(difference, ci95, detectable_difference(deviation, len(arm), len(other), freedom), verdict)
 
 
+def arm_name(config: Mapping[str, Any]) -> str:
+    """A routing, with the tile that it rounds to."""
+    name = str(config["routing"])
+    return f"{name}-{config['m_tile']}" if name in ROUNDINGS else name
+
+
 def arms_of(folders: Sequence[Path]) -> dict[str, list[float]]:
-    """Arm -> last validation loss of each run; an arm is named by its routing, with the tile that it rounds to.
+    """Arm (see `arm_name`) -> last validation loss of each run.
 
     Raises:
         UserError: a folder without a run or without a validation, runs that differ in more than routing and seed, or
@@ -111,10 +119,23 @@ def arms_of(folders: Sequence[Path]) -> dict[str, list[float]]:
             field = next(key for key in same if same[key] != seen.get(key))
             raise UserError(f"{folder}: {field} = {same[field]!r}, {seen.get(field)!r} in the runs before")
         seen = same
-        plain = config["routing"] in ("top_k", "expert_choice", "token_drop")
-        arm = config["routing"] if plain else f"{config['routing']}-{config['m_tile']}"
-        arms.setdefault(arm, []).append(float(validations[-1]["validation_loss"]))
+        arms.setdefault(arm_name(config), []).append(float(validations[-1]["validation_loss"]))
     return arms
+
+
+def table(arms: Mapping[str, Sequence[float]], deviation: float, freedom: int) -> list[str]:
+    """A line for the seeds, and one for each arm: its loss, and beside top-K's, where that is among the arms."""
+    lines = [f"seeds move the loss by {deviation:.4f} nats (standard deviation, {freedom} degrees of freedom)"]
+    for arm, losses in arms.items():
+        line = f"{arm}: {statistics.fmean(losses):.4f}, {len(losses)} seeds"
+        if arm != TOP_K and TOP_K in arms:
+            found = compare(arms[TOP_K], losses, deviation, freedom)
+            line += f"; {found.difference:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}] against top-K: "
+            line += found.verdict
+            if found.verdict == "not measured":
+                line += f" (less than {found.detectable:.4f} cannot be told)"
+        lines.append(line)
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,19 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     try:
         arms = arms_of(parser.parse_args(arguments).runs)
-        if "top_k" not in arms:
-            raise UserError("no run by top-K, which the others are compared with")
-        deviation, freedom = pooled_deviation(list(arms.values()))
-        print(f"seeds move the loss by {deviation:.4f} nats (standard deviation, {freedom} degrees of freedom)")
-        for arm, losses in arms.items():
-            line = f"{arm}: {statistics.fmean(losses):.4f}, {len(losses)} seeds"
-            if arm != "top_k":
-                found = compare(arms["top_k"], losses, deviation, freedom)
-                line += f"; {found.difference:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}] against top-K: "
-                line += found.verdict
-                if found.verdict == "not measured":
-                    line += f" (less than {found.detectable:.4f} cannot be told)"
-            print(line)
+        print("\n".join(table(arms, *pooled_deviation(list(arms.values())))))
     except UserError as error:
         sys.exit(f"power: {error}")
 
