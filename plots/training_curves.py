@@ -15,10 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from harness.errors import UserError
+from harness.token_rounding import TOP_K
 from harness.training import log, power
 from plots import style
 
 NAME = "training_curves"
+#: Tokens and losses of a run.
+Curve = tuple[np.ndarray, np.ndarray]
 #: Steps over which a training loss is averaged, as a share of the run: single batches differ by more than routings do.
 WINDOW = 1 / 20
 
@@ -29,36 +32,27 @@ def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
     return (sums[window:] - sums[:-window]) / window
 
 
-def curves_of(folders: Sequence[Path]) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
-    """Arm -> of each run the tokens seen and the training losses, by step.
+def curves_of(folders: Sequence[Path]) -> dict[str, dict[int, Curve]]:
+    """Arm -> seed -> the tokens seen and the training losses, by step.
 
     Raises:
         UserError: as `harness.training.power.arms_of`.
     """
     power.arms_of(folders)
-    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    found: dict[str, dict[int, Curve]] = {}
     for folder in folders:
         lines = [line for line in log.read(folder) if "loss" in line]
         curve = np.array([line["tokens"] for line in lines]), np.array([line["loss"] for line in lines])
-        found.setdefault(power.arm_name(log.read_config(folder)), []).append(curve)
+        config = log.read_config(folder)
+        found.setdefault(power.arm_name(config), {})[config["seed"]] = curve
     return found
-
-
-def _table(folders: Sequence[Path]) -> list[str]:
-    """The notes below the panels: each arm's validation loss, and what its difference to top-K is worth."""
-    arms = power.arms_of(folders)
-    try:
-        deviation = power.pooled_deviation(list(arms.values()))
-    except UserError as error:
-        return [f"{arm}: validation loss {np.mean(losses):.4f}" for arm, losses in arms.items()] + [f"{error}."]
-    return power.table(arms, *deviation)
 
 
 def draw(folders: Sequence[Path], output: Path) -> list[Path]:
     """Write ``training_curves.svg`` and ``.png`` into ``output``; returns the files.
 
-    Left: training losses, averaged over a twentieth of the run, a line for each seed. Right: the same minus the mean
-    of top-K's seeds, where there are runs by top-K.
+    Left: training losses, averaged over a twentieth of the run, a line for each seed. Right: the same minus that of
+    top-K with the same seed, where there are runs by top-K.
 
     Raises:
         UserError: as `curves_of`.
@@ -77,7 +71,7 @@ def draw(folders: Sequence[Path], output: Path) -> list[Path]:
             title="Training loss by routing",
             subtitle=f"{config['name']}, {config['layers']} layers, {config['implementation']}, corpus "
             f"{config['corpus']}; in brackets the seeds. Validation goes by top-K.",
-            notes=_table(folders),
+            notes=power.table(power.arms_of(folders)),
         )
         figure, margins = page.make()
         grid = figure.add_gridspec(1, 2, wspace=0.28, **margins)
@@ -85,25 +79,22 @@ def draw(folders: Sequence[Path], output: Path) -> list[Path]:
         return style.save(figure, output, NAME)
 
 
-def _panels(
-    left: Axes, right: Axes, curves: dict[str, list[tuple[np.ndarray, np.ndarray]]], colours: dict[str, str]
-) -> None:
-    steps = min(len(losses) for runs in curves.values() for _, losses in runs)
+def _panels(left: Axes, right: Axes, curves: dict[str, dict[int, Curve]], colours: dict[str, str]) -> None:
+    steps = min(len(losses) for runs in curves.values() for _, losses in runs.values())
     window = max(round(steps * WINDOW), 1)
-    base = curves.get("top_k")
-    mean = None if base is None else np.mean([smooth(losses[:steps], window) for _, losses in base], axis=0)
+    base = {seed: smooth(losses[:steps], window) for seed, (_, losses) in curves.get(TOP_K, {}).items()}
     for arm, runs in curves.items():
-        for tokens, losses in runs:
+        for seed, (tokens, losses) in runs.items():
             millions, averaged = tokens[window - 1 : steps] / 1e6, smooth(losses[:steps], window)
             left.plot(millions, averaged, color=colours[arm], linewidth=1.0)
-            if mean is not None:
-                right.plot(millions, averaged - mean, color=colours[arm], linewidth=1.0)
+            if arm != TOP_K and seed in base:
+                right.plot(millions, averaged - base[seed], color=colours[arm], linewidth=1.0)
     left.set_title("loss, nats a token")
-    if mean is None:
-        style.sentence(right, "no run by top-K to compare with")
-    else:
-        right.set_title("minus the mean of top-K's seeds")
+    if right.lines:
+        right.set_title("minus top-K's with the same seed")
         right.axhline(0, color="#404040", linewidth=0.8)
+    else:
+        style.sentence(right, "no run by top-K to compare with")
     for axes in (left, right):
         axes.set_xlabel("million tokens")
         style.plain_grid(axes)

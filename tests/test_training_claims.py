@@ -116,23 +116,24 @@ def trained(method: str, seed: int, loss: float, **fields: Any) -> Row:
 
 def test_quality_by_seeds(tmp_path: Path) -> None:
     top_k = [trained("top_k", seed, 3.0 + 0.001 * seed) for seed in range(3)]
-    nearest = [trained("nearest", seed, 3.1 + 0.001 * seed) for seed in range(3)]
+    nearest = [trained("nearest", seed, 3.1 + 0.001 * seed + 0.0001 * (seed == 1)) for seed in range(3)]
     found, problems = evaluate(write(tmp_path / "gpu", top_k + nearest).parent)
     assert not problems
     its = finding(found, "token-rounding-quality", "ours")
-    assert its.value == pytest.approx(math.exp(0.1)) and its.verdict == "no number in the paper"
+    assert its.value == pytest.approx(math.exp(0.1), abs=1e-4) and its.verdict == "no number in the paper"
     assert its.ci95 is not None and its.ci95[0] < its.value < its.ci95[1] and "worse" in its.reason
-    assert [part[1] for part in its.parts] == pytest.approx([math.exp(3.001), math.exp(3.101)])
+    assert [part[1] for part in its.parts] == pytest.approx([math.exp(3.001), math.exp(3.101)], abs=1e-3)
     assert len(its.rows) == 6 and finding(found, "token-rounding-quality", "official").value is None
 
 
 def test_what_seeds_cannot_tell_is_not_measured(tmp_path: Path) -> None:
-    runs = [trained(method, seed, 3.0 + 0.01 * seed) for method in ("top_k", "nearest") for seed in range(3)]
+    runs = [trained("top_k", seed, 3.0) for seed in range(3)]
+    runs += [trained("nearest", seed, 3.0 + 0.01 * (seed - 1)) for seed in range(3)]
     its = finding(evaluate(write(tmp_path / "a" / "gpu", runs).parent)[0], "token-rounding-quality", "ours")
     assert its.value is None and its.verdict == "not measured" and "cannot be told" in its.reason and its.parts
     one = [trained("top_k", 0, 3.0), trained("nearest", 0, 3.1)]
     its = finding(evaluate(write(tmp_path / "b" / "gpu", one).parent)[0], "token-rounding-quality", "ours")
-    assert its.value is None and "no arm has two seeds" in its.reason
+    assert its.value is None and "no two arms share two seeds" in its.reason
     apart = [trained("top_k", 0, 3.0), trained("nearest", 0, 3.1, variant="another run")]
     its = finding(evaluate(write(tmp_path / "c" / "gpu", apart).parent)[0], "token-rounding-quality", "ours")
     assert its.value is None and "moebench train 1.4B" in its.reason and not its.parts

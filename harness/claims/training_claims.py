@@ -73,24 +73,30 @@ def quality(rows: GpuRows, entry: Entry, subject: str) -> Finding:
     command = f"run: moebench train 1.4B --implementation {plugin} --routing nearest --seed 0, and 1, 2; and by top_k"
     if not arms:
         return unmeasured(rows, subject, command)
-    losses = {method: [_validation_loss(line) for line in lines] for method, lines in arms.items()}
+    losses = {
+        method: {line.row["routing"]["seed"]: _validation_loss(line) for line in lines}
+        for method, lines in arms.items()
+    }
     parts: list[Part] = [
-        (f"perplexity, {method}, {len(values)} seeds", math.exp(statistics.fmean(values)), None)
+        (f"perplexity, {method}, {len(values)} seeds", math.exp(statistics.fmean(values.values())), None)
         for method, values in losses.items()
     ]
     used = tuple(line for lines in arms.values() for line in lines)
+    apart = {method: power.differences(values, losses["top_k"]) for method, values in losses.items()}
     try:
-        deviation, freedom = power.pooled_deviation(list(losses.values()))
+        if not apart["nearest"]:
+            raise UserError("the two routings share no seed")
+        deviation = power.pooled_deviation([found for method, found in apart.items() if method != "top_k"])
     except UserError as error:
         return unmeasured(rows, subject, sentences(str(error), command), parts, used)
-    its = power.compare(losses["top_k"], losses["nearest"], deviation, freedom)
+    its = power.compare(apart["nearest"], *deviation)
     limit = f"less than {its.detectable:.4f} nats a token cannot be told by these runs"
     if its.verdict == "not measured":
         said = f"{its.difference:+.4f} nats [{its.ci95[0]:+.4f}, {its.ci95[1]:+.4f}]"
         return unmeasured(rows, subject, f"nearest rounding against top-K: {said}; {limit}", parts, used)
     low, high = its.ci95
     number = Number(math.exp(its.difference), (math.exp(low), math.exp(high)), used)
-    remark = f"perplexity with nearest rounding / with top-K: {its.verdict}; {limit}"
+    remark = f"perplexity with nearest rounding / with top-K, seed by seed: {its.verdict}; {limit}"
     return measured(rows, entry.claim, subject, number, remark, parts)
 
 

@@ -2,9 +2,10 @@
 
     python -m harness.training.power RUN_FOLDER...
 
-An arm is what is trained alike but for the seed (a routing, say). Seeds move the validation loss at random; its
-standard deviation, pooled over the arms that have several, is the yardstick for every comparison, also of an arm with
-one seed. A difference that the experiment could not have detected is not measured. It is not called similar.
+An arm is what is trained alike but for the seed: a routing. A seed gives the initial weights and the order of the data,
+the same in every arm, so arms are compared seed by seed: what a seed does to both cancels. The differences' standard
+deviation, pooled over the arms that have several seeds, is the yardstick, also for an arm with one seed. A difference
+that the experiment could not have detected is not measured. It is not called similar.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ ALPHA, POWER = 0.05, 0.8
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two arms' mean validation losses.
+    """An arm's validation losses beside another's.
 
     Attributes:
-        difference: of the other arm minus the first one, nats a token.
+        difference: mean over seeds of the arm's loss minus the other's, nats a token.
         ci95: its 95 % interval.
         detectable: the smallest difference that such an experiment finds with a probability of `POWER`.
-        verdict: ``worse``, ``better`` (the other arm; the interval excludes 0), else ``not measured``.
+        verdict: ``worse`` or ``better`` where the interval excludes 0, else ``not measured``.
     """
 
     difference: float
@@ -46,32 +47,34 @@ class Comparison:
 
 
 def pooled_deviation(arms: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """The seeds' standard deviation over all arms, and its degrees of freedom.
+    """The standard deviation of differences over all arms, and its degrees of freedom.
+
+    Args:
+        arms: of each arm, its loss minus the other's for each seed.
 
     Raises:
         UserError: no arm has two seeds: there is nothing to compare a difference with.
     """
-    freedom = sum(len(arm) - 1 for arm in arms)
+    freedom = sum(len(arm) - 1 for arm in arms if arm)
     if freedom < 1:
-        raise UserError("no arm has two seeds, so nothing says how far seeds move the loss")
+        raise UserError("no two arms share two seeds, so nothing says how far seeds move a difference")
     squares = sum((len(arm) - 1) * statistics.variance(arm) for arm in arms if len(arm) > 1)
     return math.sqrt(squares / freedom), freedom
 
 
 def detectable_difference(
-    deviation: float, seeds: int, other_seeds: int, freedom: int, alpha: float = ALPHA, power: float = POWER
+    deviation: float, seeds: int, freedom: int, alpha: float = ALPHA, power: float = POWER
 ) -> float:
-    """The smallest difference of two arms' means that a two-sided t-test finds with this power.
+    """The smallest mean difference over so many seeds that a two-sided t-test finds with this power.
 
     Args:
-        deviation: the seeds' standard deviation.
-        seeds, other_seeds: of the two arms.
+        deviation: the differences' standard deviation.
         freedom: degrees of freedom of the deviation.
 
     Raises:
         ValueError: a size that makes no sense.
     """
-    if deviation < 0 or min(seeds, other_seeds, freedom) < 1 or not alpha < power < 1:
+    if deviation < 0 or min(seeds, freedom) < 1 or not alpha < power < 1:
         raise ValueError("deviation must not be negative, seeds and freedom at least 1, power between alpha and 1")
     critical = stats.t.ppf(1 - alpha / 2, freedom)
 
@@ -80,17 +83,21 @@ def detectable_difference(
         return float(stats.ncf.sf(critical**2, 1, freedom, shift**2)) - power
 
     shift = optimize.brentq(lacking, 1e-3, 10 * (critical + 3))
-    return float(shift) * deviation * math.sqrt(1 / seeds + 1 / other_seeds)
+    return float(shift) * deviation / math.sqrt(seeds)
 
 
-def compare(arm: Sequence[float], other: Sequence[float], deviation: float, freedom: int) -> Comparison:
-    """Two arms' losses, each one for each seed, by the deviation pooled over all arms."""
-    difference = statistics.fmean(other) - statistics.fmean(arm)
-    error = deviation * math.sqrt(1 / len(arm) + 1 / len(other))
-    half = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * error
+def differences(arm: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """The arm's loss minus the other's, for each seed that both have."""
+    return [arm[seed] - other[seed] for seed in sorted(set(arm) & set(other))]
+
+
+def compare(found: Sequence[float], deviation: float, freedom: int) -> Comparison:
+    """`differences` of one arm (at least one), by the deviation pooled over all arms."""
+    difference = statistics.fmean(found)
+    half = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * deviation / math.sqrt(len(found))
     ci95 = difference - half, difference + half
     verdict = "worse" if ci95[0] > 0 else "better" if ci95[1] < 0 else "not measured"
-    return Comparison(difference, ci95, detectable_difference(deviation, len(arm), len(other), freedom), verdict)
+    return Comparison(difference, ci95, detectable_difference(deviation, len(found), freedom), verdict)
 
 
 def arm_name(config: Mapping[str, Any]) -> str:
@@ -99,14 +106,14 @@ def arm_name(config: Mapping[str, Any]) -> str:
     return f"{name}-{config['m_tile']}" if name in ROUNDINGS else name
 
 
-def arms_of(folders: Sequence[Path]) -> dict[str, list[float]]:
-    """Arm (see `arm_name`) -> last validation loss of each run.
+def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
+    """Arm (see `arm_name`) -> seed -> last validation loss.
 
     Raises:
         UserError: a folder without a run or without a validation, runs that differ in more than routing and seed, or
             in the step of their last validation.
     """
-    arms: dict[str, list[float]] = {}
+    arms: dict[str, dict[int, float]] = {}
     seen: Mapping[str, object] | None = None
     for folder in folders:
         config = log.read_config(folder)
@@ -119,23 +126,28 @@ def arms_of(folders: Sequence[Path]) -> dict[str, list[float]]:
             field = next(key for key in same if same[key] != seen.get(key))
             raise UserError(f"{folder}: {field} = {same[field]!r}, {seen.get(field)!r} in the runs before")
         seen = same
-        arms.setdefault(arm_name(config), []).append(float(validations[-1]["validation_loss"]))
+        arms.setdefault(arm_name(config), {})[config["seed"]] = float(validations[-1]["validation_loss"])
     return arms
 
 
-def table(arms: Mapping[str, Sequence[float]], deviation: float, freedom: int) -> list[str]:
-    """A line for the seeds, and one for each arm: its loss, and beside top-K's, where that is among the arms."""
-    lines = [f"seeds move the loss by {deviation:.4f} nats (standard deviation, {freedom} degrees of freedom)"]
-    for arm, losses in arms.items():
-        line = f"{arm}: {statistics.fmean(losses):.4f}, {len(losses)} seeds"
-        if arm != TOP_K and TOP_K in arms:
-            found = compare(arms[TOP_K], losses, deviation, freedom)
-            line += f"; {found.difference:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}] against top-K: "
-            line += found.verdict
+def table(arms: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """A line for each arm: its loss, and beside top-K's, where that is among the arms; and one for the seeds."""
+    base = arms.get(TOP_K, {})
+    apart = {arm: differences(losses, base) for arm, losses in arms.items() if arm != TOP_K}
+    lines = [f"{arm}: {statistics.fmean(its.values()):.4f}, {len(its)} seeds" for arm, its in arms.items()]
+    try:
+        deviation, freedom = pooled_deviation(list(apart.values()))
+    except UserError as error:
+        return [*lines, f"{error}."]
+    for i, arm in enumerate(arms):
+        if apart.get(arm):
+            found = compare(apart[arm], deviation, freedom)
+            lines[i] += f"; {found.difference:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}] against top-K: "
+            lines[i] += found.verdict
             if found.verdict == "not measured":
-                line += f" (less than {found.detectable:.4f} cannot be told)"
-        lines.append(line)
-    return lines
+                lines[i] += f" (less than {found.detectable:.4f} cannot be told)"
+    said = f"A seed moves the difference of two arms by {deviation:.4f} nats (standard deviation, {freedom} degrees of "
+    return [*lines, f"{said}freedom)."]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -144,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     try:
         arms = arms_of(parser.parse_args(arguments).runs)
-        print("\n".join(table(arms, *pooled_deviation(list(arms.values())))))
+        print("\n".join(table(arms)))
     except UserError as error:
         sys.exit(f"power: {error}")
 
