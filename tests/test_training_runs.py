@@ -111,9 +111,11 @@ def test_a_killed_run_goes_on_exactly(together: Path, tmp_path: Path) -> None:
     assert [checkpoint.step for checkpoint in checkpoints.complete(folder)] == [EVERY]
     # What a kill in the middle of writing leaves: a folder without its name, one without its marker, half a file.
     whole = checkpoints.complete(folder)[0].folder
-    shutil.copytree(whole, folder / "step-00000017.partial")
-    (shutil.copytree(whole, folder / "step-00000018") / checkpoints.MARKER).unlink()
-    cut = shutil.copytree(whole, folder / "step-00000019") / "__1_0.distcp"
+    for number, name in ((17, "step-00000017.partial"), (18, "step-00000018"), (19, "step-00000019")):
+        marker = shutil.copytree(whole, folder / name) / checkpoints.MARKER
+        marker.write_text(json.dumps({**json.loads(marker.read_text()), "step": number}))
+    (folder / "step-00000018" / checkpoints.MARKER).unlink()
+    cut = folder / "step-00000019" / "__1_0.distcp"
     cut.write_bytes(cut.read_bytes()[:-1])
     codes, said = train_together(tmp_path, resume=True)
     assert codes == [0, 0], said
