@@ -32,7 +32,12 @@ def train(folder: Path, configuration: str = "tiny", resume: bool = False, **cha
 
 def _process(rank: int, world: int, port: int, kill: int | None, said: Any, folder: Path, changes: Any) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        GLOO_SOCKET_IFNAME="lo",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     if kill is not None and rank == world - 1:
         step = loop.Trainer.step
