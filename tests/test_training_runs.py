@@ -17,6 +17,7 @@ from torch import Tensor
 from training_runs import EVERY, STEPS, train, train_together
 
 from harness import store
+from harness.errors import UserError
 from harness.training import checkpoints, data, log
 from harness.training.model import Transformer
 
@@ -136,6 +137,25 @@ def test_a_checkpoint_of_two_processes_serves_one(together: Path, tmp_path: Path
     train(tmp_path, resume=True)
     assert torch.equal(losses(tmp_path)[: 3 * EVERY], losses(together)[: 3 * EVERY])
     torch.testing.assert_close(losses(tmp_path), losses(together), rtol=0, atol=1e-3)
+
+
+def test_a_checkpoint_of_another_text(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(alone / "run", tmp_path / "run")
+    training, validation = data.python_text()
+    monkeypatch.setattr(data, "python_text", lambda: (training[:-1], validation))
+    with pytest.raises(UserError, match="continue with the same Python"):
+        train(tmp_path, resume=True)
+
+
+def test_machines_that_see_different_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def with_another(ends: Tensor, op: Any) -> None:  # a process that has found step 16
+        ends.copy_(torch.maximum(ends, torch.tensor([16, -16])))
+
+    monkeypatch.setattr(checkpoints.dist, "all_reduce", with_another)
+    checkpoints.check_shared(checkpoints.Checkpoint(tmp_path, 16, {}), torch.device("cpu"))
+    for other in (None, checkpoints.Checkpoint(tmp_path, 32, {})):
+        with pytest.raises(UserError, match="see different checkpoints"):
+            checkpoints.check_shared(other, torch.device("cpu"))
 
 
 def test_torchrun(moebench: MoeBench, tmp_path: Path) -> None:

@@ -78,9 +78,7 @@ def save(
         dist.barrier()
         weights, state = get_state_dict(model, optimiser)
         dcp.save({"model": weights, "optimiser": state}, checkpoint_id=partial)
-        position = corpus.state()
-        if position:
-            (partial / f"corpus-{rank}.json").write_text(json.dumps(position), encoding="utf-8")
+        (partial / f"corpus-{rank}.json").write_text(json.dumps(corpus.state()), encoding="utf-8")
         dist.barrier()
         if rank == 0:
             files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
@@ -127,6 +125,15 @@ def load(
     if position.is_file():
         corpus.restore(json.loads(position.read_text(encoding="utf-8")))
     return checkpoint.step
+
+
+def check_shared(checkpoint: Checkpoint | None, device: torch.device) -> None:
+    """Raises `UserError` where the processes, which all call it, have found different checkpoints."""
+    step = -1 if checkpoint is None else checkpoint.step
+    ends = torch.tensor([step, -step], device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if int(ends[0]) != -int(ends[1]):
+        raise UserError("the machines see different checkpoints: --folder must lie where all of them see it")
 
 
 def check_configuration(checkpoint: Checkpoint, config: Config) -> None:

@@ -39,7 +39,7 @@ class Corpus(Protocol):
         each process, so where they do not divide evenly, some weigh nothing."""
 
     def state(self) -> dict[str, Any]:
-        """Where this process stands, for a checkpoint; empty where the step says it."""
+        """What a checkpoint needs to go on with the same data: JSON types only."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from there."""
@@ -114,10 +114,12 @@ class PythonText:
             yield torch.stack([self._window(self.held_out, place) for place in places]), float(number < batches)
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"checksum": zlib.crc32(self.training.numpy().tobytes())}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The step says it all."""
+        """The step says where the run stands; the text must be the one that it began with."""
+        if state != self.state():
+            raise UserError("the corpus python is another one than the run began with: continue with the same Python")
 
     def _place(self, number: int) -> int:
         """The window of the run's sequence of this number."""

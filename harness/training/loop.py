@@ -198,6 +198,7 @@ def train(
     with process_group(device, timeout_s) as place:
         base = rows.base_row(config, plugin, place.world, device)
         with failures(base, rows_folder, place):
+            checkpoints.check_shared(latest, place.device)
             trainer = Trainer(config, plugin, place)
             state = config, trainer.model, trainer.optimiser, trainer.corpus
             done = 0 if latest is None else checkpoints.load(latest, *state)
@@ -207,6 +208,8 @@ def train(
             line: dict[str, Any] = {}
             validation_loss = None
             for number in range(done, config.steps):
+                if number - done == WARM_UP and device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
                 line = trainer.step(number, counts=number - done >= WARM_UP)
                 if log is not None:
                     log.write(**line)
