@@ -1,4 +1,4 @@
-"""The command line: ``moebench list | doctor | check | conformance | run | compare | regress | plot | report |
+"""The command line: ``moebench list | doctor | check | conformance | run | compare | regress | train | plot | report |
 reproduce``.
 
 Bad input, and a place where rows cannot be stored, get one line on standard error and exit code 2. A command that a
@@ -261,6 +261,57 @@ def regress(
     )
     if code:
         raise typer.Exit(code)
+
+
+@app.command()
+def train(
+    configuration: Annotated[str, typer.Argument(help="tiny, 1.4B, 7B, or a TOML file.")],
+    implementation: Annotated[str | None, typer.Option(help="Of the MoE layers; see moebench list.")] = None,
+    routing: Annotated[str | None, typer.Option(help="top_k, nearest, expert_choice, ...; validation: top_k.")] = None,
+    m_tile: Annotated[int | None, typer.Option(help="A token rounding's tile.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Train fewer, or more, layers.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of the whole run.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all processes.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences of one forward.")] = None,
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute/--no-recompute", help="Activation checkpointing.")
+    ] = None,
+    corpus: Annotated[str | None, typer.Option(help="python, or a data set of the Hugging Face Hub.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and data.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
+    validate_every: Annotated[int | None, typer.Option(help="Steps between validations; 0: at the end.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")] = False,
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is a GPU.")] = "",
+    run_folder: Annotated[
+        Path | None, typer.Option("--folder", help="Folder for curves and checkpoints; default: below the rows'.")
+    ] = None,
+    output: RowsFolder = None,
+    against: Annotated[
+        str, typer.Option(help="NAME or NAME:ROUTING: compare steps in turns, time of that one / of this one.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(help="Of --against.")] = 6,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a silent process counts as lost.")] = 600.0,
+) -> None:
+    """Train an MoE language model; under torchrun one process for each GPU (torchrun ... -m harness.cli train ...)."""
+    from harness.training.command import train as run_training
+
+    global _kept
+    _kept = "; run it again to continue from its last checkpoint, if it wrote any"
+    changes = {
+        "implementation": implementation,
+        "routing": routing,
+        "m_tile": m_tile,
+        "layers": layers,
+        "steps": steps,
+        "batch": batch,
+        "micro_batch": micro_batch,
+        "recompute": recompute,
+        "corpus": corpus,
+        "seed": seed,
+        "checkpoint_every": checkpoint_every,
+        "validate_every": validate_every,
+    }
+    run_training(out, configuration, changes, device, run_folder, output, resume, timeout, against, rounds)
 
 
 @app.command()

@@ -159,6 +159,16 @@ class Layer(ABC):
         (E, d, n) and ``grad_router`` (E, d); with ``routed_experts`` ``grad_scores`` (P,) in place of the router's.
         Views, not copies, wherever the layout allows."""
 
+    def forward_with_router(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`forward` and the router's logits (T, E), differentiable, for a load-balancing loss. None (the default): the
+        kernels keep them, and who needs them multiplies once more."""
+        return None
+
+    def use_routing(self, routing: GeneralRouting) -> None:
+        """Of a layer of ``routed_experts``: go by this routing from now on. The weights of its pairs (P,), which may
+        have a graph behind them, become the last of `parameters`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps the routing that it was built with")
+
     def expert_indices(self, x: Tensor) -> Tensor | None:
         """(T, K) experts chosen for each token of ``x`` by exactly the router that `forward` runs; only called
         outside timing. None (the default): recompute as `harness.routing.choose_experts` does, in ``x``'s dtype.

@@ -62,6 +62,20 @@ class TimeSummary(TypedDict, total=False):
     basis_reason: str
 
 
+class Training(TypedDict):
+    """A training step's numbers: rates, model FLOPs utilisation (None: no peak is known), processes, layers, steps of
+    the run, the last one's loss and that of the validation after it in nats a token (None: there was none)."""
+
+    tokens_per_s: float
+    tokens_per_day_per_gpu: float
+    mfu: float | None
+    world_size: int
+    layers: int
+    steps: int
+    loss: float
+    validation_loss: float | None
+
+
 class MemoryBytes(TypedDict, total=False):
     """Bytes of one point; ``layer`` = ``static`` + ``held``."""
 
@@ -117,7 +131,7 @@ Row = TypedDict(
         "backward_method": str,
         "stop_criterion": str,
         "dropped_samples": Any,
-        "training": dict[str, Any],
+        "training": Training,
         "mode": str,
         "overhead_s": dict[str, float],
         "notes": list[str],
@@ -199,11 +213,13 @@ TYPES: dict[str, str] = {
             denominator_routing.dropped denominator_routing.added denominator_routing.empty_experts costs.flops
             costs.hardware_flops costs.boundary_bytes costs.algorithm_bytes memory_bytes.static memory_bytes.held
             memory_bytes.peak memory_bytes.layer dropped_samples.count environment.sm_count environment.l2_bytes
-            environment.gpu_memory_bytes environment.gpu_index environment.cpu_threads
+            environment.gpu_memory_bytes environment.gpu_index environment.cpu_threads training.world_size
+            training.layers training.steps
         """,
         "number": """
             build_s value kernels.calls kernels.us costs.floor_share latency_ms.median latency_ms.p05 latency_ms.p95
             device_ms.median busy_ms.median tflops.host tflops.device tflops.hardware gb_per_s.host gb_per_s.device
+            training.tokens_per_s training.tokens_per_day_per_gpu training.mfu training.loss training.validation_loss
         """,
         "object": """
             shape layer routing problem correctness correctness.relative_l2 correctness.worst_token_or_expert
@@ -539,6 +555,7 @@ def _numbers(row: Mapping[str, Any]) -> list[str]:
     memory = row.get("memory_bytes")
     if memory is not None:
         problems += _memory(memory)
+    problems += _training(row)
     build_s: Any = row.get("build_s")
     if build_s is not None and build_s < 0:
         problems.append(f"build_s {build_s!r}: must be seconds")
@@ -568,6 +585,31 @@ def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
         value = table.get(field)
         if value is not None and (not _is_number(value) or wrong(value)):
             problems.append(f"{prefix}{field} {value!r}: lies on the wrong side of the {centre} {median}")
+    return problems
+
+
+#: Of a training step: no peak rate is known, nothing was evaluated.
+_MAY_BE_UNKNOWN = ("mfu", "validation_loss")
+
+
+def _training(row: Mapping[str, Any]) -> list[str]:
+    table, step = row.get("training"), row.get("operation") == "training_step"
+    if table is None:
+        expected = step and row.get("record") == "measurement" and row.get("status") in MEASURED_STATUSES
+        return ["training: missing"] if expected else []
+    if not step:
+        return ["training: belongs to the operation training_step only"]
+    if set(table) != set(Training.__annotations__):
+        return [f"training: must be an object with {', '.join(Training.__annotations__)}"]
+    problems = [
+        f"training.{key}: missing" for key, value in table.items() if value is None and key not in _MAY_BE_UNKNOWN
+    ]
+    for key in ("tokens_per_s", "tokens_per_day_per_gpu", "mfu"):
+        if table[key] is not None and table[key] <= 0:
+            problems.append(f"training.{key} {table[key]!r}: must be greater than zero")
+    for key in ("world_size", "layers", "steps"):
+        if table[key] is not None and table[key] < 1:
+            problems.append(f"training.{key} {table[key]!r}: must be at least 1")
     return problems
 
 

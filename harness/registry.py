@@ -40,7 +40,7 @@ _HASHED_SUFFIXES = frozenset({".py", ".pyi", ".cu", ".cuh", ".cpp", ".cc", ".h",
 #: Harness modules that present, store or choose, and so change no number; all others count as measuring code.
 _NOT_MEASURING = frozenset(
     {"__main__", "check", "claims", "cli", "cluster", "compare", "conformance", "devices", "doctor", "estimate"}
-    | {"plot", "profile", "progress", "regress", "registry", "report", "runner", "store", "sweep"}
+    | {"plot", "profile", "progress", "regress", "registry", "report", "runner", "store", "sweep", "training"}
 )
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.interface import KERNELS, Implementation, Layer, Point, Problem
+from harness.token_rounding import GeneralRouting
 from implementations import _sonicmoe_official_kernels
 
 #: Part of a kernel's name (lower case) -> role; the first match wins. Down, dX, dW1 and dW2 are one kernel class,
@@ -82,10 +83,13 @@ class SonicMoEOfficialExperts(Layer):
         self.layer, self.activation, self.count = moe_general_routing_inputs, ActivationType.SWIGLU, problem.shape.E
         self.gate_up = torch.stack((problem.gate, problem.up), dim=2).flatten(1, 2).requires_grad_()
         self.down = problem.down.detach().requires_grad_()
-        self.scores, self.experts = routing.scores.detach().requires_grad_(), routing.experts
-        tokens = torch.arange(problem.shape.T, device=self.experts.device, dtype=torch.int32)
-        self.tokens = torch.repeat_interleave(tokens, routing.token_offsets.long().diff())
+        self.use_routing(routing._replace(scores=routing.scores.detach().requires_grad_()))
         self.stream = torch.cuda.current_stream().cuda_stream
+
+    def use_routing(self, routing: GeneralRouting) -> None:
+        self.scores, self.experts = routing.scores, routing.experts
+        tokens = torch.arange(routing.token_offsets.numel() - 1, device=self.experts.device, dtype=torch.int32)
+        self.tokens = torch.repeat_interleave(tokens, routing.token_offsets.long().diff())
 
     def parameters(self) -> Sequence[Tensor]:
         return [self.gate_up, self.down, self.scores]

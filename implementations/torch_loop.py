@@ -88,6 +88,10 @@ class _RoutedLoopLayer(Layer):
         # Known before any call, so that no call reads counts on the host.
         self.tokens, self.pairs = _by_expert(routing, problem.shape.E)
 
+    def use_routing(self, routing: GeneralRouting) -> None:
+        self.scores = routing.scores
+        self.tokens, self.pairs = _by_expert(routing, self.gate.shape[0])
+
     def parameters(self) -> Sequence[Tensor]:
         return [self.gate, self.up, self.down, self.scores]
 

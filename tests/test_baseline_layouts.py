@@ -17,6 +17,7 @@ from harness.operations import get_operation
 from harness.problem import make_problem
 from harness.registry import installed_reason
 from harness.shapes import MoEShape
+from harness.training.experts import Bound
 from implementations.liger import Liger
 from implementations.megatron import Megatron
 from implementations.momoe import SAVE_PERCENT, MoMoE
@@ -233,3 +234,18 @@ def test_what_is_missing_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_kernel_roles(name: str, kernel: str, role: str) -> None:
     assert PLUGINS[name].kernel_role(kernel) == role
+
+
+@every_plugin
+def test_a_layer_goes_by_the_weights_that_it_is_given(name: str) -> None:
+    """As while training, where FSDP-2 hands out other tensors in each forward."""
+    given, other = (
+        make_problem(Point("moe_layer", name, MoEShape.parse("40,64,32,4,2"), routing=RoutingSpec(seed=seed)), "cpu")
+        for seed in (0, 1)
+    )
+    weights = [w.detach().clone().requires_grad_() for w in PLUGINS[name].build(given).parameters()]
+    bound = Bound(PLUGINS[name].build(other), len(weights), name)
+    bound.use(weights)
+    out = bound.layer.forward(given.x)
+    assert torch.equal(out, PLUGINS[name].build(given).forward(given.x))
+    assert all(grad.any() for grad in torch.autograd.grad(out, weights, given.grad_output))

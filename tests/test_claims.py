@@ -459,7 +459,7 @@ def test_one_gpu_with_two_rows(tmp_path: Path, seed: dict[str, Row]) -> None:
     assert memory.verdict == "not measured" and "--only momoe" in memory.reason
     assert "paper's MoMoE" in memory.reason
     for claim in NEVER:
-        assert "training example" in finding(found, claim, "ours").reason
+        assert "moebench train" in finding(found, claim, "ours").reason
 
 
 def test_two_gpus(tmp_path: Path, seed: dict[str, Row]) -> None:

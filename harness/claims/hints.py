@@ -10,8 +10,6 @@ from harness.errors import UserError
 from harness.registry import ROOT
 from harness.shapes import MoEShape
 
-TRAINING = "needs a training run, and the training example that would make it does not exist yet"
-
 
 def command(sweep: str, *plugins: str, shape: MoEShape | None = None) -> str:
     """What to run: a command line that measures these implementations, and the ratios between them, in a sweep."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from harness.claims.hints import TRAINING
 from harness.claims.kernel_claims import io_overlap, token_rounding
 from harness.claims.memory_claims import activation_memory, memory_constant, memory_range
 from harness.claims.model import Finding
@@ -10,10 +9,7 @@ from harness.claims.paper import Entry
 from harness.claims.rows import GpuRows
 from harness.claims.subjects import Measure, unmeasured
 from harness.claims.time_claims import forward_vs_deepgemm, near_bound, speed
-
-
-def _training(rows: GpuRows, entry: Entry, subject: str) -> Finding:
-    return unmeasured(rows, subject, TRAINING)
+from harness.claims.training_claims import quality, step_ratio
 
 
 def unknown(rows: GpuRows, entry: Entry, subject: str) -> Finding:
@@ -29,10 +25,10 @@ MEASURES: dict[str, Measure] = {
     "forward-vs-deepgemm-7b": forward_vs_deepgemm,
     "backward-vs-scattermoe-7b": speed("scattermoe", "backward"),
     "token-rounding-kernel-speedup": token_rounding,
-    "token-rounding-quality": _training,
+    "token-rounding-quality": quality,
     "near-dense-bound": near_bound,
-    "training-throughput-7b": _training,
-    "token-rounding-training-throughput": _training,
+    "training-throughput-7b": step_ratio("7B", "scattermoe", "top_k"),
+    "token-rounding-training-throughput": step_ratio("1.4B", None, "nearest"),
     "activation-memory-range": memory_range,
     "io-overlap": io_overlap,
 }

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from harness.claims.hints import TRAINING
 from harness.claims.measures import MEASURES
 from harness.claims.model import Finding, Prediction
 from harness.claims.paper import Entry
@@ -211,7 +210,7 @@ MODELS: dict[str, Model] = {
 }
 #: Why the others have no model.
 NO_MODEL = {
-    "token-rounding-quality": "the quality of a trained model does not depend on the GPU; it " + TRAINING,
+    "token-rounding-quality": "the quality of a trained model does not depend on the GPU",
     "training-throughput-7b": "a step's time is set by communication and the host too, which no row measures",
     "token-rounding-training-throughput": "a step's time holds more than the layer, which no row measures",
     "io-overlap": "a roofline says how long bytes take, not how much of that time hides behind computation",

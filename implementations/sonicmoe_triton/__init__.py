@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from harness.interface import KERNELS, ROUTER_CONVENTIONS, Implementation, Layer, Point, Problem
-from harness.token_rounding import ROUNDINGS, TOP_K
+from harness.token_rounding import ROUNDINGS, TOP_K, GeneralRouting
 
 if TYPE_CHECKING:
     from implementations.sonicmoe_triton.function import (
@@ -68,6 +68,11 @@ class _TritonLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self._function.moe_layer(x, self.w1, self.w2, self.router, self.k, self.convention)
 
+    def forward_with_router(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        arguments = x, self.w1, self.w2, self.router, self.k, self.convention
+        out, router = self._function.moe_layer_with_router(*arguments)
+        return out, router.logits
+
     def canonical_gradients(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         grad_gate, grad_up = gradients[0].chunk(2, dim=1)
         return {"grad_gate": grad_gate, "grad_up": grad_up, "grad_down": gradients[1], "grad_router": gradients[2]}
@@ -93,9 +98,13 @@ class _RoundingTritonLayer(_TritonLayer):
             self.notes = ["stochastic rounding draws the same numbers in every call"]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._function.rounded_moe_layer(
+        return self.forward_with_router(x)[0]
+
+    def forward_with_router(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, router = self._function.rounded_moe_layer(
             x, self.w1, self.w2, self.router, self.k, self.m_tile, self.method, self.convention, draws=self.draws
-        )[0]
+        )
+        return out, router.logits
 
     def kept_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -117,6 +126,9 @@ class _TritonExperts(Layer):
         self.w2 = problem.down.detach().requires_grad_()
         self.scores = routing.scores.detach().requires_grad_()
         self.experts, self.token_offsets = routing.experts, routing.token_offsets
+
+    def use_routing(self, routing: GeneralRouting) -> None:
+        self.scores, self.experts, self.token_offsets = routing.scores, routing.experts, routing.token_offsets
 
     def parameters(self) -> Sequence[Tensor]:
         return [self.w1, self.w2, self.scores]

@@ -1,0 +1,165 @@
+"""How small a difference of losses an experiment with few seeds can tell, and what it then says.
+
+    python -m harness.training.power RUN_FOLDER...
+
+An arm is what is trained alike but for the seed: a routing. A seed gives the initial weights and the order of the data,
+the same in every arm, so arms are compared seed by seed: what a seed does to both cancels. The differences' standard
+deviation, pooled over the arms that have several seeds, is the yardstick, also for an arm with one seed. A difference
+that the experiment could not have detected is not measured. It is not called similar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scipy import optimize, stats
+
+from harness.errors import UserError
+from harness.token_rounding import ROUNDINGS, TOP_K
+from harness.training import log
+
+#: Of the two-sided test: the probability of seeing a difference where none is, and of seeing one that is there.
+ALPHA, POWER = 0.05, 0.8
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm's validation losses beside another's.
+
+    Attributes:
+        difference: mean over seeds of the arm's loss minus the other's, nats a token.
+        ci95: its 95 % interval.
+        detectable: the smallest difference that such an experiment finds with a probability of `POWER`.
+        verdict: ``worse`` or ``better`` where the interval excludes 0, else ``not measured``.
+    """
+
+    difference: float
+    ci95: tuple[float, float]
+    detectable: float
+    verdict: str
+
+
+def pooled_deviation(arms: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """The standard deviation of differences over all arms, and its degrees of freedom.
+
+    Args:
+        arms: of each arm, its loss minus the other's for each seed.
+
+    Raises:
+        UserError: no arm has two seeds: there is nothing to compare a difference with.
+    """
+    freedom = sum(len(arm) - 1 for arm in arms if arm)
+    if freedom < 1:
+        raise UserError("no two arms share two seeds, so nothing says how far seeds move a difference")
+    squares = sum((len(arm) - 1) * statistics.variance(arm) for arm in arms if len(arm) > 1)
+    return math.sqrt(squares / freedom), freedom
+
+
+def detectable_difference(
+    deviation: float, seeds: int, freedom: int, alpha: float = ALPHA, power: float = POWER
+) -> float:
+    """The smallest mean difference over so many seeds that a two-sided t-test finds with this power.
+
+    Args:
+        deviation: the differences' standard deviation.
+        freedom: degrees of freedom of the deviation.
+
+    Raises:
+        ValueError: a size that makes no sense.
+    """
+    if deviation < 0 or min(seeds, freedom) < 1 or not alpha < power < 1:
+        raise ValueError("deviation must not be negative, seeds and freedom at least 1, power between alpha and 1")
+    critical = stats.t.ppf(1 - alpha / 2, freedom)
+
+    def lacking(shift: float) -> float:
+        # The square of a t is an F, of which both tails are one.
+        return float(stats.ncf.sf(critical**2, 1, freedom, shift**2)) - power
+
+    shift = optimize.brentq(lacking, 1e-3, 10 * (critical + 3))
+    return float(shift) * deviation / math.sqrt(seeds)
+
+
+def differences(arm: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """The arm's loss minus the other's, for each seed that both have."""
+    return [arm[seed] - other[seed] for seed in sorted(set(arm) & set(other))]
+
+
+def compare(found: Sequence[float], deviation: float, freedom: int) -> Comparison:
+    """`differences` of one arm (at least one), by the deviation pooled over all arms."""
+    difference = statistics.fmean(found)
+    half = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * deviation / math.sqrt(len(found))
+    ci95 = difference - half, difference + half
+    verdict = "worse" if ci95[0] > 0 else "better" if ci95[1] < 0 else "not measured"
+    return Comparison(difference, ci95, detectable_difference(deviation, len(found), freedom), verdict)
+
+
+def arm_name(config: Mapping[str, Any]) -> str:
+    """A routing, with the tile that it rounds to."""
+    name = str(config["routing"])
+    return f"{name}-{config['m_tile']}" if name in ROUNDINGS else name
+
+
+def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
+    """Arm (see `arm_name`) -> seed -> last validation loss.
+
+    Raises:
+        UserError: a folder without a run or without a validation, runs that differ in more than routing and seed, or
+            in the step of their last validation.
+    """
+    arms: dict[str, dict[int, float]] = {}
+    seen: Mapping[str, object] | None = None
+    for folder in folders:
+        config = log.read_config(folder)
+        validations = [line for line in log.read(folder) if "validation_loss" in line]
+        if not validations:
+            raise UserError(f"{folder}: has no validation loss yet")
+        apart = ("routing", "m_tile", "seed", "name", "recompute", "checkpoint_every", "keep")
+        same = {key: value for key, value in config.items() if key not in apart} | {"step": validations[-1]["step"]}
+        if seen is not None and same != seen:
+            field = next(key for key in same if same[key] != seen.get(key))
+            raise UserError(f"{folder}: {field} = {same[field]!r}, {seen.get(field)!r} in the runs before")
+        seen = same
+        arms.setdefault(arm_name(config), {})[config["seed"]] = float(validations[-1]["validation_loss"])
+    return arms
+
+
+def table(arms: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """A line for each arm: its loss, and beside top-K's, where that is among the arms; and one for the seeds."""
+    base = arms.get(TOP_K, {})
+    apart = {arm: differences(losses, base) for arm, losses in arms.items() if arm != TOP_K}
+    lines = [f"{arm}: {statistics.fmean(its.values()):.4f}, {len(its)} seeds" for arm, its in arms.items()]
+    try:
+        deviation, freedom = pooled_deviation(list(apart.values()))
+    except UserError as error:
+        return [*lines, f"{error}."]
+    for i, arm in enumerate(arms):
+        if apart.get(arm):
+            found = compare(apart[arm], deviation, freedom)
+            lines[i] += f"; {found.difference:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}] against top-K: "
+            lines[i] += found.verdict
+            if found.verdict == "not measured":
+                lines[i] += f" (less than {found.detectable:.4f} cannot be told)"
+    said = f"A seed moves the difference of two arms by {deviation:.4f} nats (standard deviation, {freedom} degrees of "
+    return [*lines, f"{said}freedom)."]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print each arm beside top-K."""
+    parser = argparse.ArgumentParser(description="Validation losses of runs that differ in routing and seed.")
+    parser.add_argument("runs", type=Path, nargs="+")
+    try:
+        arms = arms_of(parser.parse_args(arguments).runs)
+        print("\n".join(table(arms)))
+    except UserError as error:
+        sys.exit(f"power: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""From the steps of few GPUs to tokens a day on many: a model of FSDP-2's communication, with its assumptions.
+
+    python -m harness.training.projection results/nvidia_h200/training.jsonl --implementation sonicmoe_triton
+
+For each micro-batch and block, FSDP-2 gathers the weights twice (for the forward, and again for the backward, since it
+frees them in between) and sums and scatters the gradients once. A ring moves (W - 1) / W of a tensor through each GPU's
+link. Communication runs beside computation: the next block's weights arrive while this one computes. So
+
+    forward  = L · max(compute, gather) + gather
+    backward = L · max(compute, gather + scatter) + scatter
+
+with what cannot hide, the first gather and the last scatter, added once. Embedding, norms and head are gathered once a
+micro-batch, and their gradients scattered once, unhidden. The optimiser's time falls as 1 / W.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import store
+from harness.errors import UserError
+from harness.gpus import rates_of
+from harness.training import costs
+from harness.training.config import Config, load_config
+
+#: The paper's: GPUs (H100) -> tokens a day of its 7B model, with SonicMoE on 64, with ScatterMoE on 96.
+PAPER = {64: 213e9, 96: 225e9}
+#: AdamW reads gradient, weight and two moments and writes three of them, in fp32: bytes a parameter.
+OPTIMISER_BYTES = 28
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the GPUs are connected by: bytes a second in one direction for each GPU, and the share of it that
+    collectives reach.
+
+    Attributes:
+        inside: NVLink within a machine (H100 and H200: 900 GB/s in both directions together).
+        between: the network (one port of 400 Gb/s for each GPU, as in DGX H100).
+        gpus: of one machine.
+        efficiency: assumed; of a ring over many machines it is what is known least.
+    """
+
+    inside: float = 450e9
+    between: float = 50e9
+    gpus: int = 8
+    efficiency: float = 0.8
+
+    def bytes_per_s(self, world: int) -> float:
+        """Of a ring over ``world`` GPUs: its slowest link. Eight GPUs of a machine have a port each, so a collective
+        over many machines has all their ports."""
+        return (self.inside if world <= self.gpus else self.between) * self.efficiency
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one micro-batch on one GPU without communication.
+
+    Attributes:
+        block: forward and backward of one block.
+        rest: of embedding, head and loss.
+        forward_share: the forward's part of a block's time.
+        how: where the numbers come from.
+    """
+
+    block: float
+    rest: float
+    forward_share: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Of a number of GPUs.
+
+    Attributes:
+        tokens_per_day: with the overlap of the model above.
+        bounds: nothing hidden, everything hidden.
+        exposed: the share of a step that waits for communication.
+        state_bytes: weights, gradients and optimiser's state on each GPU.
+    """
+
+    gpus: int
+    tokens_per_day: float
+    bounds: tuple[float, float]
+    exposed: float
+    state_bytes: float
+
+
+def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> Compute:
+    """What a micro-batch computes, from rows of steps on one GPU (of the same layer shape and batch).
+
+    With two or more numbers of layers the time is fitted as a line; with one it is divided by model FLOPs. The
+    optimiser's time, by the memory's rate, is taken off.
+
+    Raises:
+        UserError: no such row, or a GPU whose rates are not recorded.
+    """
+    rates = rates_of(gpu)
+    if rates is None:
+        raise UserError(f"no rates are recorded for {gpu} (harness/gpus.py)")
+    seconds: dict[int, float] = {}
+    for row in rows:
+        if row["training"]["world_size"] == 1:
+            layers = int(row["training"]["layers"])
+            own = replace(config, layers=layers)
+            tokens = row["latency_ms"]["median"] / 1e3 * row["training"]["tokens_per_s"]
+            optimiser = costs.parameters(own) * OPTIMISER_BYTES / rates.bytes_per_s
+            seconds[layers] = (row["latency_ms"]["median"] / 1e3 - optimiser) / (tokens / config.shape.T)
+    if not seconds:
+        raise UserError("no row of a step on one GPU: moebench train 7B --layers N")
+    # A block's forward is a third of its FLOPs, a quarter where the backward computes it again.
+    forward = 1 / 4 if config.recompute else 1 / 3
+    if len(seconds) > 1:
+        slope, rest = np.polyfit(list(seconds), list(seconds.values()), 1)
+        if slope <= 0 or rest < 0:
+            raise UserError(f"steps with {sorted(seconds)} layers lie on no rising line: measure them again")
+        return Compute(float(slope), float(rest), forward, f"a line through steps with {sorted(seconds)} layers")
+    ((layers, total),) = seconds.items()
+    head = 6 * config.vocabulary * config.d
+    share = head / costs.model_flops(replace(config, layers=layers))
+    how = f"a step with {layers} layers, divided by model FLOPs"
+    return Compute(total * (1 - share) / layers, total * share, forward, how)
+
+
+def project(config: Config, compute: Compute, gpus: int, gpu: str, links: Links | None = None) -> Projection:
+    """Tokens a day of the configuration on so many GPUs, each with at least one micro-batch a step.
+
+    Raises:
+        UserError: a GPU whose rates are not recorded.
+    """
+    links, rates = links or Links(), rates_of(gpu)
+    if rates is None:
+        raise UserError(f"no rates are recorded for {gpu} (harness/gpus.py)")
+    every, layers = costs.parameters(config), config.layers
+    block = (costs.parameters(replace(config, layers=layers + 1)) - every) * 1.0
+    root = every - layers * block
+    per_byte = (gpus - 1) / gpus / links.bytes_per_s(gpus)
+    gather, scatter = 2 * block * per_byte, 4 * block * per_byte
+    root_time = (2 + 4) * root * per_byte
+    forward = compute.forward_share * compute.block
+    backward = compute.block - forward
+    computing = layers * compute.block + compute.rest
+    communicating = layers * (2 * gather + scatter) + root_time
+    overlapped = layers * (max(forward, gather) + max(backward, gather + scatter)) + compute.rest
+    if gpus > 1:
+        overlapped += gather + scatter + root_time
+    own = max(config.micro_batches // gpus, 1)
+    optimiser = every * OPTIMISER_BYTES / rates.bytes_per_s / gpus
+
+    def rate(micro_batch: float) -> float:
+        return 86_400 * gpus * own * config.shape.T / (own * micro_batch + optimiser)
+
+    return Projection(
+        gpus,
+        rate(overlapped),
+        (rate(computing + communicating), rate(max(computing, communicating))),
+        (overlapped - computing) * own / (own * overlapped + optimiser),
+        16 * every / gpus,
+    )
+
+
+def assumptions(config: Config, compute: Compute, links: Links) -> list[str]:
+    """What a projection takes for granted, in sentences."""
+    return [
+        f"A micro-batch's computation is that of one GPU: {compute.how}.",
+        f"{config.layers} layers, {config.batch} sequences a step, {config.micro_batch} a micro-batch.",
+        f"Collectives reach {links.efficiency:.0%} of {links.inside / 1e9:.0f} GB/s within a machine of {links.gpus} "
+        f"GPUs, and of {links.between / 1e9:.0f} GB/s for each GPU between machines.",
+        "Communication slows no kernel down that computes beside it, and no GPU waits for a slower one.",
+        "The paper's numbers are of H100, whose own configuration (layers, batch, sequence) it does not give.",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the projection of a file of rows."""
+    parser = argparse.ArgumentParser(description="Tokens a day on many GPUs, from training steps on few.")
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--implementation", required=True)
+    parser.add_argument("--configuration", default="7B")
+    parser.add_argument("--gpus", type=int, nargs="+", default=list(PAPER))
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--efficiency", type=float, default=Links.efficiency)
+    given = parser.parse_args(arguments)
+    config = load_config(given.configuration, {"recompute": given.recompute or None})
+    links = Links(efficiency=given.efficiency)
+    try:
+        found = [
+            row
+            for row in store.latest(store.read(given.rows)[0])
+            if (row["record"], row["operation"], row["status"]) == ("measurement", "training_step", "ok")
+            and row["implementation"] == given.implementation
+            and row["shape"] == config.shape.as_dict()
+            and row["routing"]["method"] == "top_k"
+            and row["variant"].endswith("recomputing") == config.recompute
+        ]
+        gpu = found[0]["environment"]["gpu"] if found else None
+        if not gpu:
+            raise UserError(f"{given.rows}: no training step of {given.implementation} on a GPU at {config.shape}")
+        compute = compute_of(found, config, gpu)
+        print("GPUs   B tokens/day (nothing hidden – all hidden)   B/GPU   exposed   state/GPU   paper (H100)")
+        for gpus in given.gpus:
+            its = project(config, compute, gpus, gpu, links)
+            low, high = (bound / 1e9 for bound in its.bounds)
+            paper = f"{PAPER[gpus] / 1e9:.0f}" if gpus in PAPER else "–"
+            rate = f"{its.tokens_per_day / 1e9:.1f} ({low:.1f} – {high:.1f})   {its.tokens_per_day / gpus / 1e9:.2f}"
+            print(f"{gpus:4}   {rate}   {its.exposed:.1%}   {its.state_bytes / 2**30:.1f} GiB   {paper}")
+        for row in found:
+            world = row["training"]["world_size"]
+            if world > 1:
+                own = replace(config, layers=row["training"]["layers"])
+                its = project(own, compute, world, gpu, links)
+                real = row["training"]["tokens_per_day_per_gpu"] * world
+                print(f"check: {row['variant']}: projected / measured = {its.tokens_per_day / real:.3f}")
+        print("\n".join(assumptions(config, compute, links)))
+    except UserError as error:
+        sys.exit(f"projection: {error}")
+
+
+if __name__ == "__main__":
+    main()

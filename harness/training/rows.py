@@ -1,0 +1,116 @@
+"""A training step as a row of the store: operation ``training_step``."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness import store
+from harness.environment import environment
+from harness.interface import Implementation, LayerSpec, RoutingSpec
+from harness.record import SCHEMA_VERSION, utc_now
+from harness.registry import code_hash
+from harness.statistics import summarise
+from harness.training.config import Config
+from harness.training.costs import utilisation
+
+FILE = "training.jsonl"
+OPERATION = "training_step"
+
+
+def variant(config: Config, world: int) -> str:
+    """What else tells one training step from another: ``7B, 20 layers, 384 sequences, 50 steps, 2 processes,
+    recomputing``."""
+    plural = "es" if world > 1 else ""
+    parts = [config.name, f"{config.layers} layers", f"{config.batch} sequences", f"{config.steps} steps"]
+    parts += [f"{world} process{plural}"]
+    return ", ".join([*parts, "recomputing"] if config.recompute else parts)
+
+
+def base_row(config: Config, plugin: Implementation, world: int, device: str) -> dict[str, Any]:
+    """Everything but what came of it. ``shape.T`` is the tokens of a micro-batch on one process."""
+    machine = environment(device, plugin.distributions)
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    code = code_hash(plugin) + hashlib.sha256(sources).hexdigest()
+    asked = {"operation": OPERATION, "config": config.as_dict(), "world_size": world}
+    key = store.resume_key(asked, code, machine["packages"], machine["gpu"] or machine["cpu"] or "")
+    return {
+        "schema": SCHEMA_VERSION,
+        "record": "measurement",
+        "run_id": f"{utc_now()[:19].replace(':', '').replace('-', '')}-{uuid.uuid4().hex[:6]}",
+        "timestamp": utc_now(),
+        "sweep": "training",
+        "operation": OPERATION,
+        "variant": variant(config, world),
+        "pass": "forward_backward",
+        "implementation": plugin.name,
+        "label": plugin.label,
+        "shape": config.shape.as_dict(),
+        "dtype": config.dtype,
+        "layer": asdict(LayerSpec()),
+        "routing": asdict(RoutingSpec(config.routing, seed=config.seed, m_tile=config.m_tile)),
+        "resume_key": key,
+        "measured_on": device,
+        "environment": machine,
+    }
+
+
+def measured_row(
+    base: Mapping[str, Any],
+    config: Config,
+    world: int,
+    step_ms: Sequence[float],
+    loss: float,
+    validation_loss: float | None,
+    peak_bytes: int | None,
+    notes: Sequence[str],
+    during: Mapping[str, Any] | None,
+    unstable: str = "",
+) -> dict[str, Any]:
+    """The row of a run's steps.
+
+    Args:
+        step_ms: whole steps, wall clock, warm.
+        loss: of the last step, nats a token.
+        validation_loss: after it, with top-K; None where there was none.
+        peak_bytes: the most that any process' GPU had allocated; None on a CPU.
+        during: the GPU's clock and power meanwhile.
+        unstable: why the numbers are not to be trusted, if so.
+    """
+    times = {**summarise(step_ms), "mode": "sustained"}
+    tokens_per_s = config.step_tokens / times["median"] * 1e3
+    machine = dict(base["environment"])
+    training: dict[str, Any] = {
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_day_per_gpu": tokens_per_s * 86_400 / world,
+        "mfu": utilisation(config, tokens_per_s, world, machine["gpu"]),
+        "world_size": world,
+        "layers": config.layers,
+        "steps": config.steps,
+        "loss": loss,
+        "validation_loss": validation_loss,
+    }
+    row = {**base, "timestamp": utc_now(), "status": "ok", "reason": "", "notes": list(notes)}
+    row |= {"latency_ms": times, "training": training}
+    if peak_bytes is not None:
+        row["memory_bytes"] = {"peak": peak_bytes}
+    if during is not None:
+        row["environment"] = {**machine, "during_samples": dict(during)}
+    if unstable:
+        row |= {"status": "unstable", "reason": unstable}
+    return row
+
+
+def failed_row(base: Mapping[str, Any], status: str, reason: str) -> dict[str, Any]:
+    """The row of a run that gave no numbers."""
+    return {**base, "timestamp": utc_now(), "status": status, "reason": reason}
+
+
+def append(folder: Path, row: Mapping[str, Any]) -> Path:
+    """Add the row to the folder's file of training steps; returns it."""
+    store.append(folder / FILE, row)
+    return folder / FILE

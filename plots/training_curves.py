@@ -1,0 +1,117 @@
+"""Loss curves of runs that differ in routing and seed, and what they say (from the runs' folders, not from rows).
+
+python -m plots.training_curves RUN_FOLDER... --output FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from harness.errors import UserError
+from harness.token_rounding import TOP_K
+from harness.training import log, power
+from plots import style
+
+NAME = "training_curves"
+#: Tokens and losses of a run.
+Curve = tuple[np.ndarray, np.ndarray]
+#: Steps over which a training loss is averaged, as a share of the run: single batches differ by more than routings do.
+WINDOW = 1 / 20
+
+
+def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
+    """Means over ``window`` neighbours: len(values) - window + 1 of them."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[window:] - sums[:-window]) / window
+
+
+def curves_of(folders: Sequence[Path]) -> dict[str, dict[int, Curve]]:
+    """Arm -> seed -> the tokens seen and the training losses, by step.
+
+    Raises:
+        UserError: as `harness.training.power.arms_of`.
+    """
+    power.arms_of(folders)
+    found: dict[str, dict[int, Curve]] = {}
+    for folder in folders:
+        lines = [line for line in log.read(folder) if "loss" in line]
+        curve = np.array([line["tokens"] for line in lines]), np.array([line["loss"] for line in lines])
+        config = log.read_config(folder)
+        found.setdefault(power.arm_name(config), {})[config["seed"]] = curve
+    return found
+
+
+def draw(folders: Sequence[Path], output: Path) -> list[Path]:
+    """Write ``training_curves.svg`` and ``.png`` into ``output``; returns the files.
+
+    Left: training losses, averaged over a twentieth of the run, a line for each seed. Right: the same minus that of
+    top-K with the same seed, where there are runs by top-K.
+
+    Raises:
+        UserError: as `curves_of`.
+    """
+    curves = curves_of(folders)
+    config = log.read_config(folders[0])
+    colours = style.colours(list(curves))
+    legend = [
+        (Line2D([], [], color=colours[arm], linewidth=1.7), f"{arm} ({len(runs)})") for arm, runs in curves.items()
+    ]
+    with style.figure_style():
+        page = style.Page(
+            width=8.0,
+            panels_height=2.7,
+            legend=legend,
+            title="Training loss by routing",
+            subtitle=f"{config['name']}, {config['layers']} layers, {config['implementation']}, corpus "
+            f"{config['corpus']}; in brackets the seeds. Validation goes by top-K.",
+            notes=power.table(power.arms_of(folders)),
+        )
+        figure, margins = page.make()
+        grid = figure.add_gridspec(1, 2, wspace=0.28, **margins)
+        _panels(figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1]), curves, colours)
+        return style.save(figure, output, NAME)
+
+
+def _panels(left: Axes, right: Axes, curves: dict[str, dict[int, Curve]], colours: dict[str, str]) -> None:
+    steps = min(len(losses) for runs in curves.values() for _, losses in runs.values())
+    window = max(round(steps * WINDOW), 1)
+    base = {seed: smooth(losses[:steps], window) for seed, (_, losses) in curves.get(TOP_K, {}).items()}
+    for arm, runs in curves.items():
+        for seed, (tokens, losses) in runs.items():
+            millions, averaged = tokens[window - 1 : steps] / 1e6, smooth(losses[:steps], window)
+            left.plot(millions, averaged, color=colours[arm], linewidth=1.0)
+            if arm != TOP_K and seed in base:
+                right.plot(millions, averaged - base[seed], color=colours[arm], linewidth=1.0)
+    left.set_title("loss, nats a token")
+    if right.lines:
+        right.set_title("minus top-K's with the same seed")
+        right.axhline(0, color="#404040", linewidth=0.8)
+    else:
+        style.sentence(right, "no run by top-K to compare with")
+    for axes in (left, right):
+        axes.set_xlabel("million tokens")
+        style.plain_grid(axes)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the figure and say where it is."""
+    parser = argparse.ArgumentParser(description="Loss curves of runs that differ in routing and seed.")
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args(arguments)
+    try:
+        for path in draw(given.runs, given.output):
+            print(f"wrote {path}")
+    except UserError as error:
+        sys.exit(f"training_curves: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What rows of training steps say of the claims, and that they say nothing of the others."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from test_claims import changed, finding, write
+
+from harness.claims import evaluate
+from harness.record import validate
+from harness.registry import ROOT
+from harness.store import read
+from plots import rows as plotted
+
+Row = dict[str, Any]
+
+
+@functools.cache
+def headline() -> list[Row]:
+    """The committed rows of the headline's layer."""
+    rows, _ = read(ROOT / "results" / "nvidia_h200" / "paper_layers.jsonl")
+    return [dict(row) for row in rows if row["shape"] == {"T": 24576, "d": 1536, "n": 256, "E": 128, "K": 8}]
+
+
+def first(**fields: Any) -> Row:
+    rows = headline()
+    return next(json.loads(json.dumps(row)) for row in rows if all(row.get(key) == fields[key] for key in fields))
+
+
+def ratio(**fields: Any) -> Row:
+    """A ratio of training steps."""
+    row = first(record="ratio", numerator="scattermoe", status="ok", operation="moe_layer", **{"pass": "forward"})
+    row = {key: value for key, value in row.items() if key not in ("correctness", "basis", "basis_reason")}
+    step = {"operation": "training_step", "pass": "forward_backward", "sweep": "training", "time_kind": "host"}
+    step |= {"variant": "7B, 8 layers, 6 sequences, 1 process", "value": 1.5, "ci95": [1.45, 1.55]}
+    row = {**row, **step, "denominator": "sonicmoe_triton", **fields}
+    assert validate(row) == []
+    return row
+
+
+def measurement() -> Row:
+    """A training step of the headline's shape."""
+    row = first(record="measurement", implementation="sonicmoe_triton", operation="moe_layer", status="ok")
+    drop = ("device_ms", "busy_ms", "kernels", "tflops", "costs", "correctness")
+    row = {key: value for key, value in row.items() if key not in drop}
+    times = {"median": 900.0, "p05": 899.0, "p95": 901.0, "ci95": [899.5, 900.5], "samples": 9, "mode": "sustained"}
+    training = {"tokens_per_s": 27000.0, "tokens_per_day_per_gpu": 2.3e9, "mfu": 0.3, "world_size": 1, "layers": 8}
+    row |= {"operation": "training_step", "pass": "forward_backward", "variant": "7B, 8 layers", "latency_ms": times}
+    training |= {"steps": 50, "loss": 5.0, "validation_loss": None}
+    row |= {"training": training, "memory_bytes": {"peak": 10**11}, "timestamp": "2099-01-01T00:00:00+00:00"}
+    assert validate(row) == []
+    return row
+
+
+def test_steps_in_turns_measure_the_claims(tmp_path: Path) -> None:
+    rounding = ratio(numerator="sonicmoe_triton", variant="1.4B, 17 layers", value=1.1, ci95=[1.09, 1.12])
+    rounding["denominator_routing"] = {**rounding["routing"], "method": "nearest"}
+    found, problems = evaluate(write(tmp_path / "gpu", [ratio(), rounding]).parent)
+    assert not problems
+    its = finding(found, "training-throughput-7b", "ours")
+    assert (its.value, its.ci95, its.verdict) == (1.5, (1.45, 1.55), "better")
+    assert "7B, 8 layers" in its.reason
+    assert finding(found, "token-rounding-training-throughput", "ours").value == 1.1
+    official = finding(found, "training-throughput-7b", "official")
+    assert official.value is None and "--implementation sonicmoe_official --against scattermoe" in official.reason
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"variant": "1.4B, 17 layers"},
+        {"numerator": "megablocks"},
+        {"status": "unstable", "reason": "something compiled"},
+        {"routing": {"method": "nearest", "distribution": "uniform", "seed": 0, "m_tile": 128}},
+        {"operation": "moe_layer"},
+    ],
+)
+def test_other_rows_do_not(tmp_path: Path, other: Row) -> None:
+    found, _ = evaluate(write(tmp_path / "gpu", [ratio(**other)]).parent)
+    its = finding(found, "training-throughput-7b", "ours")
+    assert its.value is None and "moebench train 7B --implementation sonicmoe_triton --against scattermoe" in its.reason
+
+
+def test_a_newer_failure_counts(tmp_path: Path) -> None:
+    later = changed(ratio(), timestamp="2099-01-01T00:00:00+00:00", status="unstable", reason="something compiled")
+    found, _ = evaluate(write(tmp_path / "gpu", [ratio(), later]).parent)
+    its = finding(found, "training-throughput-7b", "ours")
+    assert its.value is None and "something compiled" in its.reason
+
+
+def test_training_steps_disturb_no_other_claim_and_no_figure(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    write(folder / "nvidia_h200", headline())
+    before, layers = evaluate(folder)[0], plotted.layers(plotted.load(folder)[0])
+    write(folder / "nvidia_h200", [ratio(), measurement()], "training.jsonl")
+    after, problems = evaluate(folder)
+    assert not problems
+    differing = {one.claim.id for one, other in zip(before, after, strict=True) if one.findings != other.findings}
+    assert differing == {"training-throughput-7b"}
+    table, unread = plotted.load(folder)
+    assert not unread and (table["operation"] == "training_step").sum() == 2
+    pd.testing.assert_frame_equal(plotted.layers(table), layers)
+
+
+def trained(method: str, seed: int, loss: float, **fields: Any) -> Row:
+    """A run with a validation."""
+    row = changed(measurement(), routing={"method": method, "seed": seed}, training={"validation_loss": loss})
+    return {**row, **fields}
+
+
+def test_quality_by_seeds(tmp_path: Path) -> None:
+    top_k = [trained("top_k", seed, 3.0 + 0.001 * seed) for seed in range(3)]
+    nearest = [trained("nearest", seed, 3.1 + 0.001 * seed + 0.0001 * (seed == 1)) for seed in range(3)]
+    found, problems = evaluate(write(tmp_path / "gpu", top_k + nearest).parent)
+    assert not problems
+    its = finding(found, "token-rounding-quality", "ours")
+    assert its.value == pytest.approx(math.exp(0.1), abs=1e-4) and its.verdict == "no number in the paper"
+    assert its.ci95 is not None and its.ci95[0] < its.value < its.ci95[1] and "worse" in its.reason
+    assert [part[1] for part in its.parts] == pytest.approx([math.exp(3.001), math.exp(3.101)], abs=1e-3)
+    assert len(its.rows) == 6 and finding(found, "token-rounding-quality", "official").value is None
+
+
+def test_what_seeds_cannot_tell_is_not_measured(tmp_path: Path) -> None:
+    runs = [trained("top_k", seed, 3.0) for seed in range(3)]
+    runs += [trained("nearest", seed, 3.0 + 0.01 * (seed - 1)) for seed in range(3)]
+    its = finding(evaluate(write(tmp_path / "a" / "gpu", runs).parent)[0], "token-rounding-quality", "ours")
+    assert its.value is None and its.verdict == "not measured" and "cannot be told" in its.reason and its.parts
+    one = [trained("top_k", 0, 3.0), trained("nearest", 0, 3.1)]
+    its = finding(evaluate(write(tmp_path / "b" / "gpu", one).parent)[0], "token-rounding-quality", "ours")
+    assert its.value is None and "no two arms share two seeds" in its.reason
+    apart = [trained("top_k", 0, 3.0), trained("nearest", 0, 3.1, variant="another run")]
+    its = finding(evaluate(write(tmp_path / "c" / "gpu", apart).parent)[0], "token-rounding-quality", "ours")
+    assert its.value is None and "moebench train 1.4B" in its.reason and not its.parts

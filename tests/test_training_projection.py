@@ -1,0 +1,184 @@
+"""The projection to many GPUs, and what few seeds can tell."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from harness.errors import UserError
+from harness.training import costs, log, power, projection
+from harness.training.config import load_config
+from harness.training.projection import OPTIMISER_BYTES, Compute, Links, compute_of, project
+from plots import training_curves
+
+SEVEN = load_config("7B")
+GPU = "NVIDIA H200"
+COMPUTE = Compute(block=0.02, rest=0.05, forward_share=1 / 3, how="made up")
+
+
+def row(layers: int, seconds: float, world: int = 1, micro_batches: int = 2) -> dict[str, Any]:
+    tokens = micro_batches * SEVEN.shape.T * world
+    training = {"world_size": world, "layers": layers, "tokens_per_s": tokens / seconds}
+    return {"latency_ms": {"median": seconds * 1e3}, "training": training}
+
+
+def optimiser(layers: int) -> float:
+    return costs.parameters(replace(SEVEN, layers=layers)) * OPTIMISER_BYTES / 4.8e12
+
+
+def test_one_gpu_is_what_was_measured() -> None:
+    config = replace(SEVEN, layers=8, batch=12)
+    rows = [row(layers, 2 * (0.03 * layers + 0.07) + optimiser(layers)) for layers in (4, 8)]
+    compute = compute_of(rows, config, GPU)
+    assert compute.block == pytest.approx(0.03) and compute.rest == pytest.approx(0.07)
+    expected = rows[1]["training"]["tokens_per_s"] * 86_400
+    its = project(config, compute, 1, GPU)
+    assert its.tokens_per_day == pytest.approx(expected) and its.exposed == pytest.approx(0, abs=1e-12)
+
+
+def test_one_step_is_divided_by_flops() -> None:
+    compute = compute_of([row(8, 1.0 + optimiser(8))], SEVEN, GPU)
+    own = replace(SEVEN, layers=8)
+    assert 8 * compute.block + compute.rest == pytest.approx(0.5)
+    assert compute.rest / 0.5 == pytest.approx(6 * 50304 * 1536 / costs.model_flops(own))
+    assert "divided by model FLOPs" in compute.how
+
+
+def test_a_link_without_end_hides_everything() -> None:
+    fast = project(SEVEN, COMPUTE, 64, GPU, Links(between=1e30))
+    own = SEVEN.micro_batches // 64
+    seconds = own * (43 * 0.02 + 0.05) + optimiser(43) / 64
+    assert fast.tokens_per_day == pytest.approx(86_400 * SEVEN.step_tokens / seconds)
+    assert fast.exposed == pytest.approx(0, abs=1e-9)
+
+
+def test_a_slow_link_is_all_that_counts() -> None:
+    slow = project(SEVEN, COMPUTE, 64, GPU, Links(between=1e9, efficiency=1.0))
+    parameters = costs.parameters(SEVEN)
+    block = parameters - costs.parameters(replace(SEVEN, layers=42))
+    moved = 63 / 64 * (8 * 43 * block + 6 * (parameters - 43 * block) + 6 * block)  # 2 + 2 + 4 bytes; what cannot hide
+    seconds = SEVEN.micro_batches // 64 * (moved / 1e9 + 0.05) + optimiser(43) / 64
+    assert slow.tokens_per_day == pytest.approx(86_400 * SEVEN.step_tokens / seconds)
+    assert slow.exposed > 0.9
+
+
+@pytest.mark.parametrize("gpus", [2, 8, 16, 64, 96])
+def test_bounds_enclose_the_projection(gpus: int) -> None:
+    its = project(SEVEN, COMPUTE, gpus, GPU)
+    assert its.bounds[0] <= its.tokens_per_day <= its.bounds[1] and 0 <= its.exposed < 1
+    assert its.state_bytes == 16 * costs.parameters(SEVEN) / gpus
+
+
+def test_what_cannot_be_projected() -> None:
+    for rows, gpu, said in (
+        ([], GPU, "no row of a step on one GPU"),
+        ([row(8, 1.0, world=2)], GPU, "no row of a step on one GPU"),
+        ([row(8, 1.0)], "NVIDIA A100", "no rates are recorded"),
+        ([row(4, 2.0), row(8, 1.0)], GPU, "no rising line"),
+    ):
+        with pytest.raises(UserError, match=said):
+            compute_of(rows, SEVEN, gpu)
+    with pytest.raises(SystemExit, match="cannot be read"):
+        projection.main(["/nowhere/rows.jsonl", "--implementation", "sonicmoe_triton"])
+
+
+def test_detectable_differences_are_detected() -> None:
+    """By simulation: Student's test finds them as often as promised, and `compare` is that test."""
+    noise = np.random.default_rng(0).normal(0, 1, (20_000, 3))
+    for delta, expected in ((power.detectable_difference(1.0, 3, 2), 0.8), (0.0, 0.05)):
+        drawn = noise + delta
+        found = stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05
+        assert found.mean() == pytest.approx(expected, abs=0.01)
+        for one, said in zip(drawn[:60].tolist(), found, strict=False):
+            verdict = power.compare(one, *power.pooled_deviation([one])).verdict
+            assert (verdict != "not measured") == said
+            assert not said or (verdict == "worse") == (np.mean(one) > 0)
+
+
+def test_more_seeds_tell_more() -> None:
+    one, three = (power.detectable_difference(0.01, seeds, 4) for seeds in (1, 3))
+    assert one > three > power.detectable_difference(0.01, 10, 9) > 0.005
+    assert power.detectable_difference(0.0, 3, 4) == 0
+    with pytest.raises(ValueError, match="at least 1"):
+        power.detectable_difference(0.01, 0, 4)
+
+
+def test_arms_are_compared_seed_by_seed() -> None:
+    assert power.differences({0: 2.0, 1: 3.0, 4: 9.0}, {1: 2.5, 0: 2.0, 3: 1.0}) == [0.0, 0.5]
+
+
+def test_the_deviation_is_pooled() -> None:
+    deviation, freedom = power.pooled_deviation([[1.0, 3.0], [5.0], [], [10.0, 10.0, 13.0]])
+    assert (deviation, freedom) == (pytest.approx(math.sqrt((2 + 6) / 3)), 3)
+    with pytest.raises(UserError, match="no two arms share two seeds"):
+        power.pooled_deviation([[1.0], []])
+
+
+def run(folder: Path, loss: float, step: int = 100, **changes: Any) -> Path:
+    config = load_config("tiny", changes)
+    name = f"{config.routing}-{config.seed}-{config.layers}-{step}"
+    its = log.Log(folder / name, 0, config.as_dict())
+    its.write(step=step, loss=9.0)
+    its.write(step=step, validation_loss=loss)
+    its.close()
+    return folder / name
+
+
+def test_arms_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Seeds move the loss by far more than the routing does, but both arms alike.
+    runs = [run(tmp_path, 2.0 + 0.1 * seed, seed=seed) for seed in range(3)]
+    nearest = {"routing": "nearest", "m_tile": 64}
+    runs += [run(tmp_path, 2.001 + 0.1 * seed + 0.0001 * (seed == 1), seed=seed, **nearest) for seed in range(3)]
+    runs += [run(tmp_path, 2.00001, routing="expert_choice")]
+    power.main([str(folder) for folder in runs])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "top_k: 2.1000, 3 seeds"
+    assert said[1].startswith("nearest-64: 2.1010, 3 seeds; +0.0010 [") and said[1].endswith("against top-K: worse")
+    assert "expert_choice" in said[2] and "not measured (less than" in said[2]
+    assert said[3].startswith("A seed moves the difference of two arms by 0.0001 nats (standard deviation, 2 degrees")
+
+
+def test_the_figure_of_the_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = []
+    for routing in ("top_k", "nearest", "expert_choice"):
+        for seed in range(2):
+            config = load_config("tiny", {"routing": routing, "seed": seed})
+            its = log.Log(tmp_path / f"{routing}-{seed}", 0, config.as_dict())
+            for step in range(1, 61):
+                its.write(step=step, loss=5.0 / step + seed, tokens=step * 1000)
+            its.write(step=60, validation_loss=2.0 + 0.01 * seed)
+            its.close()
+            runs.append(tmp_path / f"{routing}-{seed}")
+    curves = training_curves.curves_of(runs)
+    assert {arm: len(its) for arm, its in curves.items()} == {"top_k": 2, "nearest-16": 2, "expert_choice": 2}
+    training_curves.main([*map(str, runs), "--output", str(tmp_path / "figures")])
+    svg = (tmp_path / "figures" / "training_curves.svg").read_text()
+    assert capsys.readouterr().out.count("wrote ") == 2 and svg.count("<path") > 10
+    training_curves.draw(runs[2:3], tmp_path / "one")  # neither top-K nor a second seed
+    with pytest.raises(SystemExit, match="holds no run"):
+        training_curves.main([str(tmp_path), "--output", str(tmp_path)])
+
+
+def test_averages_of_neighbours() -> None:
+    assert training_curves.smooth([1.0, 3.0, 5.0, 7.0], 2).tolist() == [2.0, 4.0, 6.0]
+
+
+def test_runs_that_are_not_alike(tmp_path: Path) -> None:
+    first = run(tmp_path, 2.0)
+    for other, said in (
+        (run(tmp_path, 2.0, layers=3), "layers = 3, 2 in the runs before"),
+        (run(tmp_path, 2.0, step=50), "step = 50, 100 in the runs before"),
+        (tmp_path, "holds no run of moebench train"),
+    ):
+        with pytest.raises(UserError, match=said):
+            power.arms_of([first, other])
+    (first / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0}))
+    with pytest.raises(SystemExit, match="has no validation loss yet"):
+        power.main([str(first)])

@@ -1,0 +1,310 @@
+"""Runs of `moebench train`: what they learn, that they go on exactly, and how they end when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MoeBench
+from torch import Tensor
+from training_runs import EVERY, STEPS, train, train_together
+
+from harness import store
+from harness.errors import UserError
+from harness.training import checkpoints, data, log
+from harness.training.model import Transformer
+
+CommandLine = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes, undisturbed."""
+    folder = tmp_path_factory.mktemp("together")
+    codes, said = train_together(folder)
+    assert codes == [0, 0], said
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder)
+    return folder
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """Every line of the run's log, without what is time."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in log.read(folder / "run")]
+
+
+def losses(folder: Path) -> Tensor:
+    return torch.tensor([line["loss"] for line in curve(folder) if "loss" in line])
+
+
+def unigram_loss() -> float:
+    """What a model reaches on the validation text that knows how often each byte occurs, and nothing else; nats."""
+    training, validation = (torch.bincount(text.long(), minlength=256) + 1.0 for text in data.python_text())
+    return float(-(validation / validation.sum() * (training / training.sum()).log()).sum())
+
+
+def same_curve(found: Path, expected: Path) -> None:
+    """Up to the order of sums: after many steps that decides a near-tie of a router the other way, once in a while."""
+    one, other = losses(found), losses(expected)
+    torch.testing.assert_close(one[:20], other[:20], rtol=0, atol=1e-4)
+    torch.testing.assert_close(one, other, rtol=0, atol=0.03)
+
+
+def test_two_processes_learn_more_than_how_often_bytes_occur(together: Path) -> None:
+    validation = [line["validation_loss"] for line in curve(together) if "validation_loss" in line]
+    assert len(losses(together)) == STEPS and len(validation) == 1
+    assert losses(together)[0] > 5.4  # ln 256 = 5.55: it knows nothing
+    assert 2.9 < unigram_loss() < 3.2
+    assert validation[0] < 2.8 and float(losses(together)[-5:].mean()) < 2.9
+
+
+def test_a_training_step_is_a_row(together: Path) -> None:
+    rows, problems = store.read_folder(together)  # the run's own files are below it
+    assert not problems and len(rows) == 1
+    row = rows[0]
+    assert (row["operation"], row["status"], row["implementation"]) == ("training_step", "ok", "sonicmoe_torch")
+    numbers = row["training"]
+    assert (numbers["world_size"], numbers["layers"], numbers["steps"], numbers["mfu"]) == (2, 2, STEPS, None)
+    assert numbers["validation_loss"] == next(
+        line["validation_loss"] for line in curve(together) if "validation_loss" in line
+    )
+    assert numbers["loss"] == pytest.approx(float(losses(together)[-1]))
+    per_step = row["latency_ms"]["median"] / 1e3
+    assert numbers["tokens_per_s"] == pytest.approx(8 * 64 / per_step)
+    assert numbers["tokens_per_day_per_gpu"] == pytest.approx(numbers["tokens_per_s"] * 86_400 / 2)
+    assert row["latency_ms"]["samples"] == STEPS - 3
+
+
+def test_one_process_and_two_have_the_same_curve(together: Path, alone: Path) -> None:
+    same_curve(alone, together)
+
+
+def test_another_implementation_has_the_same_curve(alone: Path, tmp_path: Path) -> None:
+    train(tmp_path, implementation="torch_loop", checkpoint_every=0, recompute=True)
+    same_curve(tmp_path, alone)
+
+
+def test_a_killed_run_goes_on_exactly(together: Path, tmp_path: Path) -> None:
+    codes, said = train_together(tmp_path, kill=EVERY + 5)
+    assert codes == [2, -9]
+    [(rank, kind, message)] = said
+    assert (rank, kind) == (0, "UserError") and "another process has ended" in message and "--resume" in message
+    folder = tmp_path / "run" / "checkpoints"
+    assert [checkpoint.step for checkpoint in checkpoints.complete(folder)] == [EVERY]
+    # What a kill in the middle of writing leaves: a folder without its name, one without its marker, half a file.
+    whole = checkpoints.complete(folder)[0].folder
+    for number, name in ((17, "step-00000017.partial"), (18, "step-00000018"), (19, "step-00000019")):
+        marker = shutil.copytree(whole, folder / name) / checkpoints.MARKER
+        marker.write_text(json.dumps({**json.loads(marker.read_text()), "step": number}))
+    (folder / "step-00000018" / checkpoints.MARKER).unlink()
+    cut = folder / "step-00000019" / "__1_0.distcp"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    codes, said = train_together(tmp_path, resume=True)
+    assert codes == [0, 0], said
+    assert curve(tmp_path) == curve(together)
+    assert [checkpoint.step for checkpoint in checkpoints.complete(folder)] == [3 * EVERY, STEPS]
+
+
+def test_only_the_last_checkpoints_stay(together: Path) -> None:
+    assert sorted(path.name for path in (together / "run" / "checkpoints").iterdir()) == [
+        f"step-{3 * EVERY:08d}",
+        f"step-{STEPS:08d}",
+    ]
+
+
+def test_a_checkpoint_of_two_processes_serves_one(together: Path, tmp_path: Path) -> None:
+    shutil.copytree(together / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    train(tmp_path, resume=True)
+    assert torch.equal(losses(tmp_path)[: 3 * EVERY], losses(together)[: 3 * EVERY])
+    torch.testing.assert_close(losses(tmp_path), losses(together), rtol=0, atol=1e-3)
+
+
+def test_a_checkpoint_of_another_text(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(alone / "run", tmp_path / "run")
+    training, validation = data.python_text()
+    monkeypatch.setattr(data, "python_text", lambda: (training[:-1], validation))
+    with pytest.raises(UserError, match="continue with the same Python"):
+        train(tmp_path, resume=True)
+
+
+def test_machines_that_see_different_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def with_another(ends: Tensor, op: Any) -> None:  # a process that has found step 16
+        ends.copy_(torch.maximum(ends, torch.tensor([16, -16])))
+
+    monkeypatch.setattr(checkpoints.dist, "all_reduce", with_another)
+    checkpoints.check_shared(checkpoints.Checkpoint(tmp_path, 16, {}), torch.device("cpu"))
+    for other in (None, checkpoints.Checkpoint(tmp_path, 32, {})):
+        with pytest.raises(UserError, match="see different checkpoints"):
+            checkpoints.check_shared(other, torch.device("cpu"))
+
+
+def test_torchrun(moebench: MoeBench, tmp_path: Path) -> None:
+    """As the README has it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "harness.cli", "train", "tiny", "--steps", "5", "--output", str(tmp_path)]
+    done = subprocess.run(command, env=moebench.environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert store.read(tmp_path / "training.jsonl")[0][0]["training"]["world_size"] == 2
+    assert done.stdout.count("validation loss") == 1
+
+
+def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path) -> None:
+    arguments = ("tiny", "--against", "torch_loop:nearest", "--rounds", 2, "--implementation", "torch_loop")
+    code, said, error = command_line("train", *arguments, "--output", tmp_path, "--device", "cpu")
+    assert code == 0 and not error and said.count("round ") == 2
+    rows, problems = store.read(tmp_path / "training.jsonl")
+    assert not problems
+    assert [row["record"] for row in rows] == ["measurement", "measurement", "ratio"]
+    assert [row["routing"]["method"] for row in rows] == ["nearest", "top_k", "nearest"]
+    times = [row["latency_ms"] for row in rows[:2]]
+    assert [summary["samples"] for summary in times] == [16, 16]
+    ratio = rows[2]
+    assert (ratio["numerator"], ratio["denominator"], ratio["samples"]) == ("torch_loop", "torch_loop", 2)
+    assert ratio["denominator_routing"]["method"] == "top_k" and ratio["time_kind"] == "host"
+    low, high = ratio["ci95"]
+    assert low <= ratio["value"] <= high
+
+
+def refused(command_line: CommandLine, tmp_path: Path, *arguments: object) -> str:
+    """The one line of a run that ends with exit code 2."""
+    code, _, error = command_line("train", *arguments, "--output", tmp_path, "--device", "cpu")
+    assert code == 2, error
+    assert error.startswith("moebench: ") and error.count("\n") == 1, error
+    return error
+
+
+def test_running_out_of_memory(command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(Transformer, "forward", too_much)
+    error = refused(command_line, tmp_path, "tiny")
+    assert all(part in error for part in ("out of memory", "--layers", "--recompute", "--micro-batch"))
+    [row], problems = store.read(tmp_path / "training.jsonl")
+    assert not problems and row["status"] == "out_of_memory" and "training" not in row
+
+
+def test_a_crash_is_a_row_and_no_message_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: Any) -> Any:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(Transformer, "forward", breaks)
+    with pytest.raises(RuntimeError, match="illegal"):
+        train(tmp_path)
+    [row], _ = store.read(tmp_path / "training.jsonl")
+    assert row["status"] == "crashed" and "illegal memory access" in row["reason"]
+
+
+def test_a_loss_that_is_no_number(command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nan = torch.tensor(float("nan"), requires_grad=True)
+    monkeypatch.setattr(Transformer, "forward", lambda self, *_: (nan * self.norm.weight.sum(), nan * 0))
+    monkeypatch.setattr("harness.training.loop.Trainer._check_gradients", lambda _: None)
+    assert "the loss is nan at step 1" in refused(command_line, tmp_path, "tiny")
+
+
+def test_a_checkpoint_of_another_configuration(alone: Path, command_line: CommandLine, tmp_path: Path) -> None:
+    same = ("tiny", "--steps", STEPS, "--checkpoint-every", EVERY, "--folder", alone / "run")
+    assert "continue it with --resume" in refused(command_line, tmp_path, *same)
+    for option, value, said in (
+        ("--seed", 3, "seed = 0 there, 3 here"),
+        ("--implementation", "torch_loop", "implementation = 'sonicmoe_torch' there, 'torch_loop' here"),
+    ):
+        error = refused(command_line, tmp_path, *same, "--resume", option, value)
+        assert said in error and "--folder" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("huge",), "choose from 1.4B, 7B, tiny"),
+        (("tiny", "--implementation", "sonic"), "unknown implementation"),
+        (("tiny", "--implementation", "sonicmoe_triton"), "does not run on cpu"),
+        (("tiny", "--routing", "nearest"), "no moe_layer with the routing method nearest"),
+        (("tiny", "--routing", "sideways"), "choose from top_k"),
+        (("tiny", "--batch", 9), "must be a multiple of micro_batch = 4"),
+        (("tiny", "--layers", 0), "layers = 0 must be at least 1"),
+        (("tiny", "--corpus", "no/such"), "pip install -e '.[training]'"),
+        (("tiny", "--timeout", 0), "--timeout 0"),
+    ],
+)
+def test_what_cannot_be_trained(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert said in refused(command_line, tmp_path, *arguments)
+
+
+PLUGIN = """
+from harness.interface import Implementation
+from implementations._template import _TemplateLayer
+
+class Layer(_TemplateLayer):
+    {method}
+
+class Plugin(Implementation):
+    name, label, upstream, licence = "spoilt", "Spoilt", "none", "none"
+    devices, dtypes = ("cpu",), ("float32",)
+
+    def build(self, problem):
+        {build}
+"""
+BUILT = "return Layer(problem)"
+
+
+@pytest.mark.parametrize(
+    ("method", "build", "said"),
+    [
+        (
+            "def forward(self, x): return super().forward(x).detach() + 0 * x",
+            BUILT,
+            "Spoilt cannot be trained: its layer gives no gradient for blocks.0.experts.weights.0",
+        ),
+        (
+            "def parameters(self): return [w.clone() for w in super().parameters()]",
+            BUILT,
+            "Spoilt cannot be trained: it holds parameter 0 where it cannot be replaced",
+        ),
+        (
+            "def parameters(self): return list(self.kept.values())",
+            "layer = Layer(problem); layer.kept = dict(vars(layer)); layer.kept.pop('k'); return layer",
+            "",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_be_trained(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, build: str, said: str
+) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    (plugins / "spoilt.py").write_text(PLUGIN.format(method=method, build=build))
+    monkeypatch.setattr("conftest.FAKE_PLUGINS", plugins)
+    arguments = ("tiny", "--implementation", "spoilt", "--steps", 1)
+    if said:
+        assert said in refused(command_line, tmp_path, *arguments)
+    else:  # the control: the same layer, whose weights lie in two places
+        assert command_line("train", *arguments, "--output", tmp_path, "--device", "cpu")[0] == 0
+
+
+def test_a_log_that_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0}) + '\n{"step": 2, "lo')
+    assert log.read(tmp_path) == [{"step": 1, "loss": 2.0}]

@@ -1,0 +1,87 @@
+"""Training runs for tests: in this process, or in several that are forked from one that has imported everything."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from harness.training import command, loop
+
+#: Steps of the runs that are compared, and between their checkpoints.
+STEPS, EVERY = 60, 16
+HANG_S = 240.0
+
+
+def train(folder: Path, configuration: str = "tiny", resume: bool = False, **changes: Any) -> None:
+    """One run, in this process; rows and curves go into the folder."""
+    torch.set_num_threads(1)
+    changes = {"steps": STEPS, "checkpoint_every": EVERY, **changes}
+    command.train(
+        Console(file=io.StringIO()), configuration, changes, "cpu", folder / "run", folder, resume, timeout_s=60.0
+    )
+
+
+def _process(rank: int, world: int, port: int, kill: int | None, said: Any, folder: Path, changes: Any) -> None:
+    os.environ.update(
+        GLOO_SOCKET_IFNAME="lo",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    if kill is not None and rank == world - 1:
+        step = loop.Trainer.step
+
+        def dies(self: loop.Trainer, number: int, counts: bool = True) -> dict[str, Any]:
+            if number == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(self, number, counts)
+
+        loop.Trainer.step = dies  # type: ignore[method-assign]
+    try:
+        train(folder, **changes)
+    except Exception as error:
+        said.put((rank, type(error).__name__, str(error)))
+        sys.exit(2)
+
+
+def train_together(
+    folder: Path, world: int = 2, kill: int | None = None, **changes: Any
+) -> tuple[list[int | None], list[tuple[int, str, str]]]:
+    """Several processes train; with ``kill``, the last one is killed when it comes to this step (from 0).
+
+    Returns:
+        Exit codes by rank, and what the processes raised: (rank, exception's name, message).
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness.training.loop"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = context.Queue()
+    processes = [
+        context.Process(target=_process, args=(rank, world, port, kill, said, folder, changes)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(HANG_S)
+            assert process.exitcode is not None, "a process hangs"
+    finally:
+        for process in processes:
+            process.kill()
+    messages = []
+    while not said.empty():
+        messages.append(said.get())
+    return [process.exitcode for process in processes], sorted(messages)
