@@ -399,6 +399,14 @@ def test_a_repeated_point_counts_once(tmp_path: Path) -> None:
     assert made.machines[0].rows == 3 and made.machines[0].statuses == (("ok", 1),)
 
 
+def test_a_package_that_was_missing_is_no_change_between_runs(tmp_path: Path) -> None:
+    """Neither between two runs that had it, nor after them."""
+    point = {"implementation": "scattermoe"}
+    rows = [change(1.0, **point), failed("not_installed", "no package", **point)]
+    rows += [change(2.0, **point), failed("not_installed", "no package", **point)]
+    assert column(titled(build(store(tmp_path, rows)), "repeated"), "change") == ["slower"]
+
+
 def test_gpus_stand_beside_each_other(tmp_path: Path) -> None:
     assert build(store(tmp_path / "one", some_rows())).table("across") is None
     store(tmp_path, [change(2.0), synthetic("scattermoe")])
