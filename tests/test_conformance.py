@@ -518,6 +518,14 @@ def test_an_implementation_that_never_finishes_ends_soon(
     assert rows[6]["reason"] == "not tried, after 4 cases that did not finish"
 
 
+def test_a_limit_below_a_second_is_named_as_it_was_set(
+    stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stub, "does", staticmethod(lambda job: WorkerTimeout()))
+    (row,) = run_suite(tmp_path / "rows.jsonl", MET[:1], time_limit_s=0.5)
+    assert row["reason"] == "not finished after 0.5 s, while in build"
+
+
 def test_jobs_share_the_cases_and_every_row_comes(stub: type[StubWorker], tmp_path: Path) -> None:
     rows = run_suite(tmp_path / "rows.jsonl", CASES, jobs=3)
     assert sorted(row["variant"] for row in rows) == sorted(case.name for case in CASES)

@@ -256,7 +256,7 @@ def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple
             elif event["event"] == "done":
                 return not event["poisoned"], failed or row or ("crashed", "the case ended without a row")
     except WorkerTimeout:
-        return False, ("timeout", f"not finished after {limit_s:.0f} s, while in {worker.phase}")
+        return False, ("timeout", f"not finished after {limit_s:g} s, while in {worker.phase}")
     except WorkerDied as death:
         tail = worker.log_tail()
         reason = f"the worker died while in {worker.phase} ({describe_exit(death.exit_code)})"
