@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
 import json
+import multiprocessing
 import re
+import signal
+import threading
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -321,6 +326,31 @@ def test_figures_are_drawn_by_the_code_of_plot(tmp_path: Path, monkeypatch: pyte
     assert len(problems) == 1 and "absent" in problems[0]
     svg = figures.inline(made[0])
     assert len(svg) > 5000 and "<!--" not in svg
+
+
+def test_an_interruption_does_not_wait_for_figures_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def once_drawing() -> None:
+        while not multiprocessing.active_children():
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    monkeypatch.setattr(plots, "FIGURES", {"figure13_memory": plots.FIGURES["figure13_memory"]})
+    # Longer than the suite's own limit of a test.
+    monkeypatch.setattr(figures, "_worker", functools.partial(time.sleep, 3600))
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        threading.Thread(target=once_drawing, daemon=True).start()
+        with pytest.raises(Interrupted):
+            figures.draw(tmp_path, tmp_path / "figures")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert multiprocessing.active_children() == []
 
 
 def test_rows_know_their_lines(tmp_path: Path) -> None:
