@@ -156,7 +156,7 @@ def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, bool, str, str]
             elif event["event"] == "done":
                 keep = not event["poisoned"]
     except WorkerTimeout:
-        return False, False, "timeout", f"not finished after {TIME_LIMIT_S:.0f} s, while in {worker.phase}"
+        return False, False, "timeout", f"not finished after {TIME_LIMIT_S:g} s, while in {worker.phase}"
     except WorkerDied as death:
         return False, False, death.status, f"{death.how}, while in {worker.phase}"
     if found.get("event") == "failed":

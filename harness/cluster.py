@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from harness.devices import visible_gpus
 from harness.environment import COMMIT_VARIABLE, VISIBLE, gpu_name
@@ -26,6 +28,8 @@ from harness.timing import TimingSettings
 RETRIES = 2
 #: Seconds that cancelled tasks get to end their workers, before Ray ends theirs.
 PATIENCE_S = 5.0
+#: Seconds in which an address must take a connection. Ray itself tries for minutes.
+CONNECT_S = 10.0
 _HANDED_ON = (PLUGINS_VARIABLE, COMMIT_VARIABLE)
 
 
@@ -220,6 +224,7 @@ def connect(address: str) -> Iterator[RayCluster]:
         import ray
     except ImportError as error:
         raise UserError(f"--ray needs the package ray: pip install -e '.[ray]' ({error})") from error
+    _check_answers(address)
     # Ray installs a handler of its own, and the command line's is to stay.
     handler = signal.getsignal(signal.SIGTERM)
     new: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
@@ -234,6 +239,33 @@ def connect(address: str) -> Iterator[RayCluster]:
         yield RayCluster(_gpu_model(address))
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """`UserError` where nothing takes a connection at an address, ``host:port`` or ``ray://host:port``; with ``auto``
+    at the one in RAY_ADDRESS. Any other word is Ray's to judge."""
+    import ray
+
+    asked = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
+    try:
+        parts = urlsplit(asked if "://" in asked else f"//{asked}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UserError(f"--ray {address}: {error}") from error
+    if host is None or port is None:
+        return
+    # Ray takes a loopback address for the node's own, and may listen at that one alone.
+    loopback = host == "localhost" or host.startswith("127.") or host == "::1"
+    hosts = [host, ray.util.get_node_ip_address()] if loopback else [host]
+    for number, each in enumerate(hosts):
+        try:
+            socket.create_connection((each, port), CONNECT_S).close()
+        except OSError as error:
+            if number == len(hosts) - 1:
+                reason = error.strerror or str(error)
+                raise UserError(f"--ray {address}: no Ray cluster: {host}:{port}: {reason}") from error
+        else:
+            return
 
 
 def _gpu_model(address: str) -> str | None:

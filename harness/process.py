@@ -231,11 +231,6 @@ class WorkerProcess:
         text = printable(os.pread(self._log.fileno(), min(size - start, LOG_KEPT), start).decode(errors="replace"))
         return "\n".join([line for line in text.splitlines() if line.startswith("  File ")][:lines])
 
-    def kill(self) -> None:
-        """End the whole process group now; a thread that reads its events gets `WorkerDied`."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
     def close(self, patience_s: float = 5.0) -> None:
         """End the worker, politely where ``patience_s`` allows, and then everything that it has started."""
         if self._process.stdin is not None:

@@ -387,7 +387,7 @@ class Runner:
                         self._fail(job, left, "crashed", "the measurement ended without a row for this pass")
                     return not event["poisoned"], ""
         except WorkerTimeout:
-            reason = f"not finished after {self.time_limit_s:.0f} s, while in {worker.phase}"
+            reason = f"not finished after {self.time_limit_s:g} s, while in {worker.phase}"
             where = worker.where()
             self._fail(job, left, "timeout", f"{reason}\n{where}" if where else reason)
         except WorkerDied as death:

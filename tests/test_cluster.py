@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections import Counter
@@ -145,8 +146,36 @@ def test_without_ray_or_a_cluster_one_line_says_so(command_line: Run, monkeypatc
         raise ConnectionError("nothing\nanswers there")
 
     monkeypatch.setattr(ray, "init", no_cluster)
+    monkeypatch.setattr(cluster, "_check_answers", lambda address: None)
     code, _, err = command_line("run", "smoke", "--ray", "10.0.0.1:6379")
     assert (code, err) == (2, "moebench: --ray 10.0.0.1:6379: no Ray cluster: nothing answers there\n")
+
+
+def test_an_address_where_nothing_listens_is_refused_before_ray_tries_for_minutes(
+    command_line: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("asked Ray"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    with socket.socket() as taken:  # bound, and not listening
+        taken.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        for address in (where, f"ray://{where}"):
+            code, _, err = command_line("run", "smoke", "--ray", address)
+            assert (code, err) == (2, f"moebench: --ray {address}: no Ray cluster: {where}: Connection refused\n")
+        monkeypatch.setenv("RAY_ADDRESS", where)
+        code, _, err = command_line("run", "smoke", "--ray", "auto")
+        assert (code, err) == (2, f"moebench: --ray auto: no Ray cluster: {where}: Connection refused\n")
+    code, _, err = command_line("run", "smoke", "--ray", "127.0.0.1:99999")
+    assert code == 2 and err.startswith("moebench: --ray 127.0.0.1:99999: Port out of range") and err.count("\n") == 1
+
+
+def test_an_address_where_something_listens_is_left_to_ray() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        cluster._check_answers(f"127.0.0.1:{server.getsockname()[1]}")
+    for word in ("local", "somewhere"):
+        cluster._check_answers(word)
 
 
 # What Ray is told, and what it gives up.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from harness.environment import environment
 from harness.errors import UserError
 from harness.interface import Implementation, Layer, Problem
 from harness.measure import Context
-from harness.process import WorkerDied, WorkerTimeout
+from harness.process import WorkerDied, WorkerStopped, WorkerTimeout
 from harness.record import validate
 from harness.registry import default_registry
 from harness.report import data, html, markdown, terminal
@@ -429,14 +430,18 @@ def test_free_blocks_of_all_sizes_are_filled(monkeypatch: pytest.MonkeyPatch) ->
 MACHINE = environment("cpu")
 
 
+#: Seconds after which a test that waits for another thread gives up.
+HANG_S = 60.0
+
+
 class StubWorker:
     """Stands in for a worker process: does with each job what `does` says, and counts its like."""
 
     started: ClassVar[list[StubWorker]] = []
     does: ClassVar[Callable[[dict[str, Any]], dict[str, Any] | Exception]]
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self.environment = environment
+    def __init__(self, environment: dict[str, str] | None = None, stop: threading.Event | None = None) -> None:
+        self.environment, self.stop = environment, stop
         self.phase, self.closed = "build", False
         self.limits: list[float] = []
         type(self).started.append(self)
@@ -462,9 +467,6 @@ class StubWorker:
 
     def log_tail(self) -> str:
         return "the last line"
-
-    def kill(self) -> None:
-        self.closed = True
 
     def close(self, patience_s: float = 5.0) -> None:
         self.closed = True
@@ -518,6 +520,14 @@ def test_an_implementation_that_never_finishes_ends_soon(
     assert rows[6]["reason"] == "not tried, after 4 cases that did not finish"
 
 
+def test_a_limit_below_a_second_is_named_as_it_was_set(
+    stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stub, "does", staticmethod(lambda job: WorkerTimeout()))
+    (row,) = run_suite(tmp_path / "rows.jsonl", MET[:1], time_limit_s=0.5)
+    assert row["reason"] == "not finished after 0.5 s, while in build"
+
+
 def test_jobs_share_the_cases_and_every_row_comes(stub: type[StubWorker], tmp_path: Path) -> None:
     rows = run_suite(tmp_path / "rows.jsonl", CASES, jobs=3)
     assert sorted(row["variant"] for row in rows) == sorted(case.name for case in CASES)
@@ -537,6 +547,34 @@ def test_an_interruption_ends_every_worker(
     with pytest.raises(Interrupted):
         run_suite(tmp_path / "rows.jsonl", MET, jobs=jobs, on_row=interrupt)
     assert stub.started and all(worker.closed for worker in stub.started)
+
+
+def test_an_interruption_waits_neither_for_a_case_nor_for_a_worker_that_starts(
+    stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    second_is_there = threading.Event()
+
+    def start(worker: StubWorker, environment: dict[str, str] | None, stop: threading.Event | None = None) -> None:
+        plain_start(worker, environment, stop)
+        if len(stub.started) == 2:  # as `WorkerProcess` waits for what it started
+            second_is_there.set()
+            if stop is not None:
+                assert stop.wait(HANG_S)
+            raise WorkerStopped
+
+    def interrupt(row: dict[str, Any]) -> None:
+        assert second_is_there.wait(HANG_S)
+        raise Interrupted
+
+    plain_start = stub.__init__
+    monkeypatch.setattr(stub, "__init__", start)
+    with pytest.raises(Interrupted):
+        run_suite(tmp_path / "rows.jsonl", MET, jobs=2, on_row=interrupt)
+    assert len(stub.started) == 2 and stub.started[0].closed
+    assert all(worker.stop is not None and worker.stop.is_set() for worker in stub.started)
 
 
 def test_two_processes_race_for_cold_caches(

@@ -6,7 +6,9 @@ import copy
 import functools
 import io
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -731,10 +733,22 @@ def test_a_slowdown_that_is_not_there_is_not_caught(gated: Gate) -> None:
 
 
 def test_a_slowdown_beyond_the_kernel_is_refused(gated: Gate) -> None:
+    gpu = FakeGpu()
     with pytest.raises(UserError, match=r"which cannot give 90\.0% more"):
-        on_trial(gated, FakeGpu(), slowdown=90.0)
+        on_trial(gated, gpu, slowdown=90.0)
     with pytest.raises(UserError, match="no such point"):
-        on_trial(gated, FakeGpu(), shape="1,2,3,4,5")
+        on_trial(gated, gpu, shape="1,2,3,4,5")
+    assert gpu.asked == []  # before anything is measured
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("gates", -1, "--gates -1: must be at least 0"), ("tries", -1, "--tries -1: must be at least 0")]
+    + [("slowdown", value, f"--slowdown {value:g}: must be more than 0") for value in (0.0, -5.0, math.nan, 101.0)],
+)
+def test_a_trial_of_nothing_is_refused(gated: Gate, option: str, value: float, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        on_trial(gated, FakeGpu(), **{option: value})
 
 
 def test_the_planted_plugin_multiplies_a_part_of_the_tiles_twice(monkeypatch: pytest.MonkeyPatch) -> None:

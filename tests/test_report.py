@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
 import json
+import multiprocessing
 import re
+import signal
+import threading
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -323,6 +328,31 @@ def test_figures_are_drawn_by_the_code_of_plot(tmp_path: Path, monkeypatch: pyte
     assert len(svg) > 5000 and "<!--" not in svg
 
 
+def test_an_interruption_does_not_wait_for_figures_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def once_drawing() -> None:
+        while not multiprocessing.active_children():
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    monkeypatch.setattr(plots, "FIGURES", {"figure13_memory": plots.FIGURES["figure13_memory"]})
+    # Longer than the suite's own limit of a test.
+    monkeypatch.setattr(figures, "_worker", functools.partial(time.sleep, 3600))
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        threading.Thread(target=once_drawing, daemon=True).start()
+        with pytest.raises(Interrupted):
+            figures.draw(tmp_path, tmp_path / "figures")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert multiprocessing.active_children() == []
+
+
 def test_rows_know_their_lines(tmp_path: Path) -> None:
     rows = [json.dumps(synthetic(name)) for name in ("a", "b", "c")]
     path = tmp_path / "gpu" / "x.jsonl"
@@ -397,6 +427,14 @@ def test_a_repeated_point_counts_once(tmp_path: Path) -> None:
     assert column(titled(made, "measurements"), "device ms") == ["1.000 [0.9900, 1.010]"]
     assert column(titled(made, "repeated"), "after / before") == ["0.500 [0.490, 0.510]"]
     assert made.machines[0].rows == 3 and made.machines[0].statuses == (("ok", 1),)
+
+
+def test_a_package_that_was_missing_is_no_change_between_runs(tmp_path: Path) -> None:
+    """Neither between two runs that had it, nor after them."""
+    point = {"implementation": "scattermoe"}
+    rows = [change(1.0, **point), failed("not_installed", "no package", **point)]
+    rows += [change(2.0, **point), failed("not_installed", "no package", **point)]
+    assert column(titled(build(store(tmp_path, rows)), "repeated"), "change") == ["slower"]
 
 
 def test_gpus_stand_beside_each_other(tmp_path: Path) -> None:

@@ -208,6 +208,18 @@ def test_an_interrupted_check_has_said_what_it_knew(moebench: MoeBench) -> None:
     assert wait_for_no_process(moebench.mark) == []
 
 
+def test_an_interrupted_conformance_says_what_becomes_of_its_rows(moebench: MoeBench, tmp_path: Path) -> None:
+    process = moebench.start(
+        "conformance", "torch_loop", "--device", "cpu", "--output", str(tmp_path),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline().startswith(b"rows -> ")
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (128 + signal.SIGINT, b"moebench: interrupted; every finished row is stored\n")
+    assert wait_for_no_process(moebench.mark) == []
+
+
 # One worker, without a sweep.
 
 

@@ -6,7 +6,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,14 @@ from harness.environment import environment, gpu_name, package_version
 from harness.interface import Implementation, Point
 from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
-from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
+from harness.process import (
+    WAIT_SLICE_S,
+    WorkerDied,
+    WorkerProcess,
+    WorkerStartError,
+    WorkerTimeout,
+    describe_exit,
+)
 from harness.record import SCHEMA_VERSION, RecordError, utc_now
 from harness.registry import code_hash, installed_reason, refusal
 from harness.runner import FAILED
@@ -71,7 +78,6 @@ class Suite:
         self._machine = environment(self.device, (), initialise_cuda=False)
         self._gpu = gpu_name() if self.device == "cuda" else None
         self._stop = threading.Event()
-        self._workers: set[WorkerProcess] = set()
         # Once for all cases: a plugin's hash reads and parses all that it imports.
         self._made_of = {
             plugin.name: (
@@ -98,48 +104,36 @@ class Suite:
         # The threads only wait for their workers. A worker dies with the thread that started it, and each lane starts
         # and ends its own.
         with ThreadPoolExecutor(self.jobs) as pool:
-            tasks = [pool.submit(self._run_lane, lane, rows.append) for lane in lanes]
+            left = {pool.submit(self._run_lane, lane, rows.append) for lane in lanes}
             try:
-                for task in tasks:
-                    task.result()
+                while left:
+                    # In slices: a signal's handler runs only between two of them.
+                    ended, left = wait(left, WAIT_SLICE_S, FIRST_EXCEPTION)
+                    for task in ended:
+                        task.result()
             except BaseException:
-                self._end()
+                # Whoever asked for the end must not wait for a case, nor for a worker that has just been started.
+                self._stop.set()
                 raise
         return rows
-
-    def _end(self) -> None:
-        """Let every thread come to its end: whoever asked for that must not wait for a case."""
-        self._stop.set()
-        for worker in list(self._workers):
-            worker.kill()
 
     def _run_lane(self, lane: Lane, keep: Callable[[Row], None]) -> None:
         try:
             for case in lane.cases:
                 if self._stop.is_set():
                     return
-                row = self._meet(lane, case)
-                if self._stop.is_set():
-                    # What a worker that was ended says is no finding.
-                    return
-                row = self._store(row)
+                row = self._store(self._meet(lane, case))
                 keep(row)
                 self.on_row(row)
         finally:
             self._close(lane, patience_s=1.0)
 
     def _start_worker(self, environment: Mapping[str, str] | None = None) -> WorkerProcess:
-        worker = WorkerProcess(environment)
-        self._workers.add(worker)
-        return worker
-
-    def _end_worker(self, worker: WorkerProcess, patience_s: float = 0.0) -> None:
-        self._workers.discard(worker)
-        worker.close(patience_s=patience_s)
+        return WorkerProcess(environment, self._stop)
 
     def _close(self, lane: Lane, patience_s: float = 0.0) -> None:
         if lane.worker is not None:
-            self._end_worker(lane.worker, patience_s)
+            lane.worker.close(patience_s=patience_s)
             lane.worker = None
 
     def _store(self, row: Row) -> Row:
@@ -232,12 +226,12 @@ class Suite:
                 try:
                     return outcome(worker, job, limit_s)[1]
                 finally:
-                    self._end_worker(worker)
+                    worker.close(patience_s=0.0)
 
             try:
                 found = list(pool.map(one, range(2)))
             except BaseException:
-                self._end()
+                self._stop.set()
                 raise
         wrong = [one for one in found if isinstance(one, tuple) or one["status"] != "ok"]
         return wrong[0] if wrong else found[0]
@@ -256,7 +250,7 @@ def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple
             elif event["event"] == "done":
                 return not event["poisoned"], failed or row or ("crashed", "the case ended without a row")
     except WorkerTimeout:
-        return False, ("timeout", f"not finished after {limit_s:.0f} s, while in {worker.phase}")
+        return False, ("timeout", f"not finished after {limit_s:g} s, while in {worker.phase}")
     except WorkerDied as death:
         tail = worker.log_tail()
         reason = f"the worker died while in {worker.phase} ({describe_exit(death.exit_code)})"

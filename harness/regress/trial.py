@@ -130,13 +130,15 @@ def trial(known: Trial, gates: int, tries: int, slowdown: float, shape: str) -> 
     point = next((point for point in known.known.points if point.key == target), None)
     if tries and point is None:
         raise UserError(f"--shape {shape}: the baseline has no such point")
+    # Before the gates without a change are measured, which takes minutes: the baseline may refuse the slowdown.
+    number = permille(point, slowdown) if tries and point is not None else 0
     quiet = [_told(findings) for findings in known.rounds(gates)]
     found: dict[str, Any] = {
         "threshold": str(known.known.threshold),
         "unchanged": {"gates": quiet, "false_alarms": sum(any(one["failing"] for one in each) for each in quiet)},
     }
     if tries and point is not None:
-        with planted(number := permille(point, slowdown)):
+        with planted(number):
             slowed = [(_told(findings), _of(findings, point.key)) for findings in known.only(shape).rounds(tries)]
         found["planted"] = {
             "what": point.what,
@@ -180,6 +182,11 @@ def _main(
     gates: int, tries: int, slowdown: float, shape: str, threshold: Threshold, baseline: Path | None,
     output: Path | None, file: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
+    for option, value in (("--gates", gates), ("--tries", tries)):
+        if value < 0:
+            raise UserError(f"{option} {value}: must be at least 0")
+    if not 0.0 < slowdown <= 100.0:
+        raise UserError(f"--slowdown {slowdown:g}: must be more than 0 and at most 100 per cent")
     gpu = gate.gpu_name()
     if gpu is None:
         raise UserError("the gate measures on a GPU, and this machine has none")

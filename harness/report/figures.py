@@ -84,7 +84,9 @@ def draw(results: Path, output: Path) -> tuple[list[Figure], list[str]]:
         except BrokenProcessPool:
             return [], ["The figures were not drawn: a process that draws them was ended, perhaps for want of memory"]
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Ctrl-C is not to wait for the figures at hand; the pool has no other children in this process.
+            for process in multiprocessing.active_children():
+                process.kill()
             raise
     problems = [problem for _, problem in done if problem]
     figures = [

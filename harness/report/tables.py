@@ -298,7 +298,9 @@ def repeated(rows: Sequence[Stored]) -> Table:
     """The latest row of each point against the one before it, where a point was measured more than once."""
     groups: dict[str, list[Stored]] = {}
     for stored in _timed(rows):
-        groups.setdefault(point_key(stored), []).append(stored)
+        # A package that was missing is no change of its kernels, and takes no row's place (`harness.store.supersedes`).
+        if stored.row["status"] != "not_installed":
+            groups.setdefault(point_key(stored), []).append(stored)
     pairs = []
     for group in groups.values():
         group.sort(key=lambda stored: stored.row["timestamp"])

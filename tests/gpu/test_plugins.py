@@ -55,7 +55,7 @@ class PluginWorker:
                     self.close(patience_s=0.0)
         except WorkerTimeout:
             self.close(patience_s=0.0)
-            pytest.fail(f"not finished after {TIME_LIMIT_S:.0f} s, while in {worker.phase}")
+            pytest.fail(f"not finished after {TIME_LIMIT_S:g} s, while in {worker.phase}")
         except WorkerDied as death:
             tail = worker.log_tail()
             self.close(patience_s=0.0)
