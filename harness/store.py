@@ -314,23 +314,20 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """The last row of each measurement, in the order of their first appearance.
 
     A retried point leaves its earlier rows in the file. Two rows are of one measurement where everything asked for
-    agrees (the sweep's name aside) and the GPU is the same; which of them counts, `supersedes` says."""
+    agrees (the sweep's name aside) and the GPU is the same; which of them counts, `precedence` says."""
     newest: dict[str, Row] = {}
     for row in rows:
         environment = row.get("environment") or {}
         key = identity(row, environment.get("gpu") if row.get("measured_on") == "cuda" else environment.get("cpu"))
-        if key not in newest or supersedes(row, newest[key]):
+        if key not in newest or precedence(row) >= precedence(newest[key]):
             newest[key] = row
     return list(newest.values())
 
 
-def supersedes(row: Row, other: Row) -> bool:
-    """Whether a row counts in place of another one of the same measurement: the later one, of equally late ones
-    ``row``. That a package was missing once takes nothing back, though, that was found out with it."""
-    missing, was_missing = (one.get("status") == "not_installed" for one in (row, other))
-    if missing != was_missing:
-        return was_missing
-    return str(row.get("timestamp")) >= str(other.get("timestamp"))
+def precedence(row: Row) -> tuple[bool, str]:
+    """Of one measurement's rows that one counts whose precedence is highest, of equals the one that stands last: the
+    latest. That a package was missing once takes nothing back, though, that was found out with it."""
+    return row.get("status") != "not_installed", str(row.get("timestamp"))
 
 
 def identity(row: Row, machine: str | None) -> str:
