@@ -386,10 +386,8 @@ class Runner:
                     elif left:
                         self._fail(job, left, "crashed", "the measurement ended without a row for this pass")
                     return not event["poisoned"], ""
-        except WorkerTimeout:
-            reason = f"not finished after {self.time_limit_s:.0f} s, while in {worker.phase}"
-            where = worker.where()
-            self._fail(job, left, "timeout", f"{reason}\n{where}" if where else reason)
+        except WorkerTimeout as late:
+            self._fail(job, left, *worker.failure(late, self.time_limit_s))
         except WorkerDied as death:
             # A capture that kills the process costs the graph, not the point.
             if worker.phase == "graph" and allow_graph:
@@ -397,9 +395,7 @@ class Runner:
             # What an earlier job has left behind in it is not this one's failure.
             if worker.died_before_job:
                 return False, AFRESH
-            tail = worker.log_tail()
-            reason = f"the worker died while in {worker.phase} ({death.how})"
-            self._fail(job, left, death.status, f"{reason}\n{tail}" if tail else reason)
+            self._fail(job, left, *worker.failure(death, self.time_limit_s))
         return False, ""
 
     def _fail(self, job: Job, passes: Sequence[str], status: str, reason: str) -> None:

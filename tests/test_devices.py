@@ -371,7 +371,7 @@ def test_what_is_timed_on_the_cpu_comes_last_and_alone() -> None:
     assert [number for _, number in runner.served[2:]] == [0, 1, 2]
     assert {name for name, _ in runner.served[2:]} == {threading.current_thread().name}
     assert {number for _, number in runner.served[:2]} == {3, 4}
-    assert all(name.startswith("gpu") for name, _ in runner.served[:2])
+    assert all(name.startswith("worker") for name, _ in runner.served[:2])
 
 
 def test_what_ends_one_thread_ends_all_and_is_told() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from harness.environment import environment, gpu_name, package_version
 from harness.interface import Implementation, Point
 from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
-from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
+from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, side_by_side
 from harness.record import SCHEMA_VERSION, RecordError, utc_now
 from harness.registry import code_hash, installed_reason, refusal
 from harness.runner import FAILED
@@ -71,7 +71,6 @@ class Suite:
         self._machine = environment(self.device, (), initialise_cuda=False)
         self._gpu = gpu_name() if self.device == "cuda" else None
         self._stop = threading.Event()
-        self._workers: set[WorkerProcess] = set()
         # Once for all cases: a plugin's hash reads and parses all that it imports.
         self._made_of = {
             plugin.name: (
@@ -82,7 +81,11 @@ class Suite:
         }
 
     def run(self) -> list[Row]:
-        """Meet every case; rows are in the file as soon as they exist, whatever ends the run."""
+        """Meet every case; rows are in the file as soon as they exist, whatever ends the run.
+
+        Raises:
+            WriteError: rows cannot be stored there.
+        """
         # More workers than implementations: each implementation's cases are dealt to several.
         each = max(1, self.jobs // max(len(self.implementations), 1))
         lanes = [
@@ -91,55 +94,24 @@ class Suite:
             for start in range(min(each, len(self.cases)))
         ]
         rows: list[Row] = []
-        if self.jobs == 1:
-            for lane in lanes:
-                self._run_lane(lane, rows.append)
-            return rows
-        # The threads only wait for their workers. A worker dies with the thread that started it, and each lane starts
-        # and ends its own.
-        with ThreadPoolExecutor(self.jobs) as pool:
-            tasks = [pool.submit(self._run_lane, lane, rows.append) for lane in lanes]
-            try:
-                for task in tasks:
-                    task.result()
-            except BaseException:
-                self._end()
-                raise
+        with store.hold(self.output):
+            side_by_side([partial(self._run_lane, lane, rows.append) for lane in lanes], self.jobs, self._stop)
         return rows
-
-    def _end(self) -> None:
-        """Let every thread come to its end: whoever asked for that must not wait for a case."""
-        self._stop.set()
-        for worker in list(self._workers):
-            worker.kill()
 
     def _run_lane(self, lane: Lane, keep: Callable[[Row], None]) -> None:
         try:
             for case in lane.cases:
                 if self._stop.is_set():
                     return
-                row = self._meet(lane, case)
-                if self._stop.is_set():
-                    # What a worker that was ended says is no finding.
-                    return
-                row = self._store(row)
+                row = self._store(self._meet(lane, case))
                 keep(row)
                 self.on_row(row)
         finally:
             self._close(lane, patience_s=1.0)
 
-    def _start_worker(self, environment: Mapping[str, str] | None = None) -> WorkerProcess:
-        worker = WorkerProcess(environment)
-        self._workers.add(worker)
-        return worker
-
-    def _end_worker(self, worker: WorkerProcess, patience_s: float = 0.0) -> None:
-        self._workers.discard(worker)
-        worker.close(patience_s=patience_s)
-
     def _close(self, lane: Lane, patience_s: float = 0.0) -> None:
         if lane.worker is not None:
-            self._end_worker(lane.worker, patience_s)
+            lane.worker.close(patience_s=patience_s)
             lane.worker = None
 
     def _store(self, row: Row) -> Row:
@@ -204,13 +176,12 @@ class Suite:
             "settings": asdict(TimingSettings()),
             "alone": self.jobs == 1 and case.check != "cold_caches",
         }
-        if case.check == "cold_caches":
-            found = self._race(job, limit_s)
-        else:
+        found = self._race(job, limit_s) if case.check == "cold_caches" else None
+        while found is None:
             try:
-                lane.worker = lane.worker or self._start_worker()
+                lane.worker = lane.worker or WorkerProcess(stop=self._stop)
             except WorkerStartError as error:
-                return without_numbers("crashed", f"the worker process did not start: {error}")
+                return without_numbers(*_not_started(error))
             keep, found = outcome(lane.worker, job, limit_s)
             if not keep:
                 self._close(lane)
@@ -221,30 +192,35 @@ class Suite:
 
     def _race(self, job: dict[str, Any], limit_s: float) -> Row | tuple[str, str]:
         """The same job in two processes at once, whose compilers find empty caches in the same folders."""
-        with tempfile.TemporaryDirectory(prefix="moebench-cold-") as folder, ThreadPoolExecutor(2) as pool:
+        found: list[Row | tuple[str, str]] = []
+        with tempfile.TemporaryDirectory(prefix="moebench-cold-") as folder:
             caches = cold_caches(Path(folder))
 
-            def one(_: int) -> Row | tuple[str, str]:
+            def one() -> None:
                 try:
-                    worker = self._start_worker(caches)
+                    worker = WorkerProcess(caches, self._stop)
                 except WorkerStartError as error:
-                    return "crashed", f"the worker process did not start: {error}"
+                    found.append(_not_started(error))
+                    return
                 try:
-                    return outcome(worker, job, limit_s)[1]
+                    _, its = outcome(worker, job, limit_s)
                 finally:
-                    self._end_worker(worker)
+                    worker.close(patience_s=0.0)
+                assert its is not None
+                found.append(its)
 
-            try:
-                found = list(pool.map(one, range(2)))
-            except BaseException:
-                self._end()
-                raise
+            side_by_side([one, one], 2, self._stop)
         wrong = [one for one in found if isinstance(one, tuple) or one["status"] != "ok"]
         return wrong[0] if wrong else found[0]
 
 
-def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple[bool, Row | tuple[str, str]]:
-    """Run one job: is the worker still good, and its row, or (status, reason) where it gave none."""
+def _not_started(error: WorkerStartError) -> tuple[str, str]:
+    return "crashed", f"the worker process did not start: {error}"
+
+
+def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple[bool, Row | tuple[str, str] | None]:
+    """Run one job: is the worker still good, and its row, or (status, reason) where it gave none. None of both where
+    the worker died of what an earlier job had left in it: the job is to run again, in a fresh one."""
     row: Row | None = None
     failed: tuple[str, str] | None = None
     try:
@@ -255,12 +231,10 @@ def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple
                 failed = event["status"], f"while in {worker.phase}: {event['reason']}"
             elif event["event"] == "done":
                 return not event["poisoned"], failed or row or ("crashed", "the case ended without a row")
-    except WorkerTimeout:
-        return False, ("timeout", f"not finished after {limit_s:.0f} s, while in {worker.phase}")
+    except WorkerTimeout as late:
+        return False, worker.failure(late, limit_s)
     except WorkerDied as death:
-        tail = worker.log_tail()
-        reason = f"the worker died while in {worker.phase} ({describe_exit(death.exit_code)})"
-        return False, ("crashed", f"{reason}\n{tail}" if tail else reason)
+        return False, None if worker.died_before_job else worker.failure(death, limit_s)
     return False, ("crashed", "the worker's events ended")
 
 
