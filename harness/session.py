@@ -14,7 +14,7 @@ from rich.table import Table
 
 from harness import store
 from harness.environment import environment, gpu_name
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 from harness.interface import Point
 from harness.operations import get_operation
 from harness.record import MODES, gpu_slug
@@ -160,7 +160,7 @@ def _run_sweeps(
             _draw(out, folder, target, [name], folder.glob("*.jsonl"))
         except Exception as error:
             kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
-            reason = " ".join(f"{kind}{error}".split())
+            reason = one_line(f"{kind}{error}")
             out.print(f"[yellow]not drawn[/] {name}: {escape(reason)}", highlight=False, soft_wrap=True)
     return failed
 

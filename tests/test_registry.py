@@ -77,6 +77,7 @@ def test_broken_plugins_stop_nothing(tmp_path: Path) -> None:
     write(tmp_path / "twin.py", "good", cls="Twin")
     (tmp_path / "syntax.py").write_text("def broken(:\n")
     (tmp_path / "raises.py").write_text("raise RuntimeError('two\\nlines')\n")
+    (tmp_path / "mute.py").write_text("class Mute(Exception):\n    def __str__(self): 1 / 0\n\nraise Mute\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "empty.py").write_text("")
     write(tmp_path / "nameless.py", "")
@@ -89,11 +90,12 @@ def test_broken_plugins_stop_nothing(tmp_path: Path) -> None:
     assert found.names() == ["good", "raising"]
     told = reasons(found)
     assert set(told) == {
-        *("twin", "syntax", "raises", "leaves", "empty", "nameless", "spelling", "heavy", "indirect"),
+        *("twin", "syntax", "raises", "mute", "leaves", "empty", "nameless", "spelling", "heavy", "indirect"),
     }
     assert "already taken by" in told["twin"] and "good.py" in told["twin"]
     assert "SyntaxError" in told["syntax"]
     assert told["raises"] == "cannot be imported: RuntimeError: two lines"
+    assert told["mute"] == "cannot be imported: Mute"
     assert "no Implementation" in told["empty"]
     assert "has no name" in told["nameless"]
     assert "imports numpy at module level (heavy.py, line 3)" in told["heavy"]
