@@ -195,25 +195,12 @@ def run_sweep(
     mode: str = "",
     place: Place | None = None,
 ) -> int:
-    """Run one sweep into ``path``, where nobody else adds rows meanwhile; returns how many rows failed.
+    """Run one sweep into ``path``, which the caller holds (`store.hold`) unless it is a dry run; returns how many rows
+    failed.
 
     Raises:
         WriteError: rows cannot be written there; those before are stored.
     """
-    with contextlib.nullcontext() if dry_run else store.hold(path):
-        return _run_sweep(out, sweep, registry, path, resume, dry_run, mode, place)
-
-
-def _run_sweep(
-    out: Console,
-    sweep: Sweep,
-    registry: Registry,
-    path: Path,
-    resume: bool,
-    dry_run: bool,
-    mode: str,
-    place: Place | None,
-) -> int:
     options = replace(sweep.options, mode=mode) if mode else sweep.options
     if resume and path.exists():
         _, problems = store.read(path)

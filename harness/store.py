@@ -95,6 +95,16 @@ def hold(path: Path | str) -> Iterator[None]:
                 os.close(held.descriptor)
 
 
+@contextlib.contextmanager
+def additions(path: Path | str) -> Iterator[list[Row]]:
+    """`hold`, and a list that has the rows which the block has added to the file once it ends."""
+    rows: list[Row] = []
+    with hold(path):
+        before = len(read(path)[0])
+        yield rows
+        rows += read(path)[0][before:]
+
+
 def append(path: Path | str, row: Mapping[str, Any]) -> None:
     """Validate ``row`` and add it as one line, flushed to the disk, under an exclusive lock on the file.
 

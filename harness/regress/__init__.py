@@ -135,11 +135,8 @@ class Run:
 
     def measure(self, sweep: Sweep) -> dict[str, list[Row]]:
         """By identity, every new row, in order."""
-        # Held throughout, so that all rows that come are this run's.
-        with store.hold(self.path):
-            before = len(store.read(self.path)[0])
+        with store.additions(self.path) as rows:
             run_sweep(self.out, sweep, self.registry, self.path, resume=False, dry_run=False)
-            rows = store.read(self.path)[0][before:]
         found: dict[str, list[Row]] = defaultdict(list)
         for row in rows:
             if row["status"] not in MEASURED_STATUSES and row["measured_on"] == "cpu":
