@@ -110,11 +110,7 @@ class RayCluster:
     """
 
     def __init__(self, gpu: str | None) -> None:
-        self._gpu = gpu
-
-    @property
-    def gpu(self) -> str | None:
-        return self._gpu
+        self.gpu = gpu
 
     def run(self, runner: Runner) -> None:
         """Hand every job to Ray at once, and store rows as tasks end. What Ray gives up is a typed row.

@@ -76,57 +76,14 @@ def run_sweeps(
     output: Path | None = None,
     mode: str = "",
     figures: bool = True,
-    gpus: str = "",
-    ray: str = "",
+    place: Place | None = None,
 ) -> int:
     """Run sweeps one after another, then draw the figures that they name; returns how many rows failed.
 
     Args:
         figures: with False, nothing is drawn.
-        gpus: run on these GPUs of this machine side by side (see `harness.devices.chosen_gpus`).
-        ray: run on this Ray cluster (see `harness.cluster.connect`).
+        place: where jobs run (`chosen_place`).
     """
-    with _place(gpus, ray) as place:
-        return _run_sweeps(
-            out, names, only, skip, shapes, resume=resume, dry_run=dry_run, output=output, mode=mode, figures=figures,
-            place=place,
-        )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _place(gpus: str, ray: str) -> Iterator[Place | None]:
-    """Where jobs run; None: one after another on this machine's first GPU."""
-    if gpus and ray:
-        raise UserError("--gpus and --ray: leave one of both out; Ray hands out its cluster's GPUs by itself")
-    if gpus:
-        from harness import devices
-
-        chosen = devices.chosen_gpus(gpus)
-        with devices.only(chosen):
-            yield devices.SeveralGpus(chosen)
-    elif ray:
-        from harness import cluster
-
-        with cluster.connect(ray) as connected:
-            yield connected
-    else:
-        yield None
-
-
-def _run_sweeps(
-    out: Console,
-    names: Sequence[str],
-    only: Sequence[str],
-    skip: Sequence[str],
-    shapes: Sequence[str],
-    *,
-    resume: bool,
-    dry_run: bool,
-    output: Path | None,
-    mode: str,
-    figures: bool,
-    place: Place | None,
-) -> int:
     if mode and mode not in MODES:
         raise UserError(f"--mode {mode}: choose from {', '.join(MODES)}")
     registry = load_registry()
@@ -163,6 +120,31 @@ def _run_sweeps(
             reason = one_line(f"{kind}{error}")
             out.print(f"[yellow]not drawn[/] {name}: {escape(reason)}", highlight=False, soft_wrap=True)
     return failed
+
+
+@contextlib.contextmanager
+def chosen_place(gpus: str, ray: str) -> Iterator[Place | None]:
+    """Where jobs run; None: one after another on this machine's first GPU.
+
+    Args:
+        gpus: these GPUs of this machine side by side (see `harness.devices.chosen_gpus`).
+        ray: this Ray cluster (see `harness.cluster.connect`).
+    """
+    if gpus and ray:
+        raise UserError("--gpus and --ray: leave one of both out; Ray hands out its cluster's GPUs by itself")
+    if gpus:
+        from harness import devices
+
+        chosen = devices.chosen_gpus(gpus)
+        with devices.only(chosen):
+            yield devices.SeveralGpus(chosen)
+    elif ray:
+        from harness import cluster
+
+        with cluster.connect(ray) as connected:
+            yield connected
+    else:
+        yield None
 
 
 def _check_gpu(whole: Sequence[Sweep], loaded: Sequence[Sweep], gpu: str | None) -> None:
