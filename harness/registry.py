@@ -39,8 +39,8 @@ _ALLOWED = frozenset({"torch", "harness", "implementations"})
 _HASHED_SUFFIXES = frozenset({".py", ".pyi", ".cu", ".cuh", ".cpp", ".cc", ".h", ".hpp", ".json", ".toml"})
 #: Harness modules that present, store or choose, and so change no number; all others count as measuring code.
 _NOT_MEASURING = frozenset(
-    {"__main__", "check", "claims", "cli", "cluster", "compare", "conformance", "devices", "doctor", "estimate"}
-    | {"plot", "profile", "progress", "regress", "registry", "report", "runner", "store", "sweep"}
+    {"check", "claims", "cli", "cluster", "compare", "conformance", "devices", "estimate", "regress", "registry"}
+    | {"report", "runner", "session", "store", "sweep"}
 )
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import registry as module
+from harness import registry as registry_of
 from harness.errors import UserError
 from harness.interface import Point
 from harness.registry import code_hash, harness_hash, installed_reason, load_registry, plugin_hash, refusal
@@ -253,3 +254,10 @@ def test_the_projects_plugins_load_without_their_packages() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_what_does_not_measure_is_there() -> None:
+    """A name that nothing has any more would one day be given to something that measures."""
+    folder = Path(registry_of.__file__).parent
+    found = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
+    assert found > registry_of._NOT_MEASURING
