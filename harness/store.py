@@ -18,13 +18,20 @@ from typing import Any, cast
 
 from harness.errors import UserError, one_line
 from harness.interface import Point
-from harness.record import Row, check, clean, validate
+from harness.record import REQUIRED, RecordError, Row, check, clean, validate
 
 #: A row with one of these statuses needs no second run; every other failure is worth another try.
 FINAL_STATUSES = ("ok", "unsupported")
 #: Seconds that a single row waits for another process to end its writing; and that a sweep waits for one that was
 #: killed just now, which takes a moment to let go.
 PATIENCE_S, HOLD_PATIENCE_S = 30.0, 1.0
+_IDENTIFYING = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
+    "resume_key",
+    "denominator_variant",
+    "denominator_routing",
+    "numerator_label",
+    "denominator_label",
+}
 #: How every line begins that `append` writes.
 _START = b'{"schema":'
 _ADVICE = {
@@ -137,6 +144,19 @@ def append(path: Path | str, row: Mapping[str, Any]) -> None:
         finally:
             # Closing releases the lock.
             os.close(descriptor)
+
+
+def keep(path: Path | str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """`append` a row, or, where it breaks the rules (by a plugin's NaN, say), what identifies it with the status
+    ``crashed``: that fails its point and must not end the run. Returns what was stored."""
+    try:
+        append(path, row)
+        return dict(row)
+    except RecordError as error:
+        kept = {key: value for key, value in row.items() if key in _IDENTIFYING}
+        kept |= {"status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
+        append(path, kept)
+        return kept
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -527,6 +527,16 @@ def test_what_an_earlier_case_left_is_not_the_next_ones_failure(
     assert [len(worker.limits) for worker in stub.started] == [2, 1, 1]
 
 
+def test_a_row_that_breaks_the_rules_fails_its_case_and_no_other(
+    stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = {MET[0].name: {"notes": "one sentence"}, MET[1].name: {"build_s": float("nan")}}
+    monkeypatch.setattr(stub, "does", staticmethod(lambda job: broken.get(job["case"], {})))
+    rows = run_suite(tmp_path / "rows.jsonl", MET[:3])
+    assert [row["status"] for row in rows] == ["crashed", "crashed", "ok"]
+    assert all("the row breaks the rules of the record: " in row["reason"] for row in rows[:2])
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_nobody_else_adds_rows_meanwhile(stub: type[StubWorker], tmp_path: Path, jobs: int) -> None:
     path = tmp_path / "rows.jsonl"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from harness.interface import Implementation, Point
 from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, side_by_side
-from harness.record import SCHEMA_VERSION, RecordError, utc_now
+from harness.record import SCHEMA_VERSION, new_run_id, utc_now
 from harness.registry import code_hash, installed_reason, refusal
 from harness.runner import FAILED
 from harness.timing import TimingSettings
@@ -67,7 +66,7 @@ class Suite:
     run_id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.run_id = f"{utc_now()[:19].replace(':', '').replace('-', '')}-{uuid.uuid4().hex[:6]}"
+        self.run_id = new_run_id()
         self._machine = environment(self.device, (), initialise_cuda=False)
         self._gpu = gpu_name() if self.device == "cuda" else None
         self._stop = threading.Event()
@@ -103,7 +102,7 @@ class Suite:
             for case in lane.cases:
                 if self._stop.is_set():
                     return
-                row = self._store(self._meet(lane, case))
+                row = store.keep(self.output, self._meet(lane, case))
                 keep(row)
                 self.on_row(row)
         finally:
@@ -113,15 +112,6 @@ class Suite:
         if lane.worker is not None:
             lane.worker.close(patience_s=patience_s)
             lane.worker = None
-
-    def _store(self, row: Row) -> Row:
-        try:
-            store.append(self.output, row)
-        except RecordError as error:
-            kept = {key: value for key, value in row.items() if key not in ("correctness", "build_s")}
-            row = {**kept, "status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
-            store.append(self.output, row)
-        return row
 
     def _base(self, implementation: Implementation, case: Case, point: Point) -> Row:
         where = (self._gpu or "no GPU") if self.device == "cuda" else "cpu"
