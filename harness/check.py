@@ -155,10 +155,9 @@ def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, bool, str, str]
                 found = event
             elif event["event"] == "done":
                 keep = not event["poisoned"]
-    except WorkerTimeout:
-        return False, False, "timeout", f"not finished after {TIME_LIMIT_S:g} s, while in {worker.phase}"
-    except WorkerDied as death:
-        return False, False, death.status, f"{death.how}, while in {worker.phase}"
+    except (WorkerTimeout, WorkerDied) as error:
+        status, reason = worker.failure(error, TIME_LIMIT_S)
+        return False, False, status, reason.splitlines()[0]
     if found.get("event") == "failed":
         return False, keep and found["status"] != "crashed", found["status"], found["reason"]
     if found.get("reason"):

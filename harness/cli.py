@@ -188,23 +188,23 @@ def run(
     ] = "",
 ) -> None:
     """Measure sweeps; every outcome is a row in <output>/<sweep>.jsonl."""
-    from harness.session import run_sweeps
+    from harness.session import chosen_place, run_sweeps
 
     global _kept
     _kept = "" if dry_run else "; every finished row is stored, continue with --resume"
-    failed = run_sweeps(
-        out,
-        sweeps,
-        only or [],
-        skip or [],
-        shape or [],
-        resume=resume,
-        dry_run=dry_run,
-        output=output,
-        mode=mode,
-        gpus=gpus,
-        ray=ray,
-    )
+    with chosen_place(gpus, ray) as place:
+        failed = run_sweeps(
+            out,
+            sweeps,
+            only or [],
+            skip or [],
+            shape or [],
+            resume=resume,
+            dry_run=dry_run,
+            output=output,
+            mode=mode,
+            place=place,
+        )
     if failed:
         raise typer.Exit(EXIT_FAILED_POINTS)
 

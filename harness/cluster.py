@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from harness.devices import visible_gpus
 from harness.environment import COMMIT_VARIABLE, VISIBLE, gpu_name
-from harness.errors import UserError
+from harness.errors import UserError, describe
 from harness.process import WAIT_SLICE_S, WorkerProcess
 from harness.registry import PLUGINS_VARIABLE, Registry, code_hash, harness_hash, load_registry
 from harness.runner import Job, Runner
@@ -114,11 +114,7 @@ class RayCluster:
     """
 
     def __init__(self, gpu: str | None) -> None:
-        self._gpu = gpu
-
-    @property
-    def gpu(self) -> str | None:
-        return self._gpu
+        self.gpu = gpu
 
     def run(self, runner: Runner) -> None:
         """Hand every job to Ray at once, and store rows as tasks end. What Ray gives up is a typed row.
@@ -185,11 +181,10 @@ def failure_of(error: Exception) -> tuple[str, str]:
     from ray import exceptions
 
     cause = error.cause if isinstance(error, exceptions.RayTaskError) else error
-    text = " ".join(str(cause).split())[:600]
     if isinstance(error, exceptions.RayTaskError):
-        return "crashed", f"the Ray task failed: {type(cause).__name__}: {text}"
+        return "crashed", f"the Ray task failed: {describe(cause)}"
     status = "out_of_memory" if isinstance(error, exceptions.OutOfMemoryError) else "crashed"
-    return status, f"Ray gave up after {RETRIES} retries: {type(error).__name__}: {text}"
+    return status, f"Ray gave up after {RETRIES} retries: {describe(error)}"
 
 
 def _cancel(references: list[Any]) -> None:
@@ -231,8 +226,8 @@ def connect(address: str) -> Iterator[RayCluster]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **new)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--ray {address}: no Ray cluster: {reason or type(error).__name__}") from error
+        reason = str(error).strip()[:300] or type(error).__name__
+        raise UserError(f"--ray {address}: no Ray cluster: {reason}") from error
     finally:
         signal.signal(signal.SIGTERM, handler)
     try:

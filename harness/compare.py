@@ -73,10 +73,10 @@ def compare(
         raise UserError("times are compared on a GPU, and this machine has none; two files of rows compare anywhere")
     text = f"{plugins[0].label} against {plugins[1].label}, {size}, {point.dtype}"
     path = results_folder(output) / f"{NAME}.jsonl"
-    before = len(store.read(path)[0]) if path.exists() else 0
     sweep = Sweep(NAME, text, ratios=ratios, options=SweepOptions(passes=passes))
-    failed = run_sweep(out, sweep, registry, path, resume=False, dry_run=False)
-    _print(out, list(store.read(path)[0])[before:], plugins)
+    with store.additions(path) as rows:
+        failed = run_sweep(out, sweep, registry, path, resume=False, dry_run=False)
+    _print(out, rows, plugins)
     return failed
 
 

@@ -6,14 +6,13 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from harness.environment import VISIBLE, GpuMonitor, visible_devices
 from harness.errors import UserError
-from harness.process import WAIT_SLICE_S, WorkerProcess
+from harness.process import WorkerProcess, side_by_side
 from harness.runner import Job, Runner
 
 
@@ -140,8 +139,8 @@ class SeveralGpus:
 
         The first exception (Ctrl-C, a full disk) ends every worker, and is raised here.
         """
-        side_by_side = [job for job in runner.jobs if not timed_on_cpu(job)]
-        hand_out = HandOut(side_by_side)
+        on_gpus = [job for job in runner.jobs if not timed_on_cpu(job)]
+        hand_out = HandOut(on_gpus)
         stop = threading.Event()
 
         def serve(gpu: Gpu) -> None:
@@ -149,17 +148,7 @@ class SeveralGpus:
             start: Callable[[], WorkerProcess] = partial(WorkerProcess, {VISIBLE: gpu.uuid}, stop)
             runner.serve(hand_out.to(gpu), start)
 
-        with ThreadPoolExecutor(len(self.gpus), "gpu") as pool:
-            left = {pool.submit(serve, gpu) for gpu in self.gpus}
-            try:
-                while left:
-                    # In slices: a signal's handler runs only between two of them.
-                    ended, left = wait(left, WAIT_SLICE_S, FIRST_EXCEPTION)
-                    for future in ended:
-                        future.result()
-            except BaseException:
-                stop.set()
-                raise
+        side_by_side([partial(serve, gpu) for gpu in self.gpus], len(self.gpus), stop)
         runner.serve(job for job in runner.jobs if timed_on_cpu(job))
 
 

@@ -1,10 +1,12 @@
-"""Errors that a user can act on."""
+"""Errors that a user can act on, and what others have written, fit to be shown."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_DIRECTIONS = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
 #: Characters of the longest message: what a file holds may be of any size.
 _MOST = 4000
 
@@ -29,7 +31,27 @@ class UserError(Exception):
 
 
 def printable(text: str) -> str:
-    """What others have written, fit for a terminal and for JSON: without colours, and with one replacement character
-    for each run of control characters and of halves of characters; ends of lines and tabs stay."""
-    plain = "".join(c if c.isprintable() or c in "\n\r\t" else "\ufffd" for c in _COLOURS.sub("", text))
-    return re.sub("\ufffd+", "\ufffd", plain)
+    """What others have written, fit for a terminal, a page, a picture and JSON: without colours, and with one
+    replacement character for each run of control characters, of marks that turn the direction of writing and of what is
+    no character; ends of lines and tabs stay."""
+    if text.isprintable():
+        return text
+    text = _COLOURS.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return re.sub("\ufffd+", "\ufffd", "".join(c if _fits(c) else "\ufffd" for c in text))
+
+
+def _fits(character: str) -> bool:
+    if character.isprintable() or character in "\n\t":
+        return True
+    return character not in _DIRECTIONS and unicodedata.category(character) in ("Cf", "Zs")
+
+
+def describe(error: BaseException) -> str:
+    """An exception of code that is not ours, as one line: its type and what it says."""
+    try:
+        text = str(error)
+    except Exception:  # a plugin's own class
+        text = ""
+    # What C++ adds to a message is a stack of addresses.
+    text = " ".join(printable(text.split("Exception raised from ")[0]).split())
+    return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__

@@ -195,7 +195,7 @@ def _outcome(built: Built, point: Point) -> dict[str, int]:
     return routing_outcome(built.correctness.counts, point.routing.m_tile) | {"dropped": dropped, "added": added}
 
 
-def _notes(layers: Sequence[Layer], *more: str) -> list[str]:
+def notes_of(layers: Sequence[Layer], *more: str) -> list[str]:
     """What the layers say of themselves, and the harness of them; each sentence once."""
     said = [[layer.notes] if isinstance(layer.notes, str) else layer.notes for layer in layers]
     return list(dict.fromkeys([*(printable(str(note)) for notes in said for note in notes), *filter(None, more)]))
@@ -254,7 +254,7 @@ def measure_point(
     common: Row = {
         **row_fields(point),
         "environment": machine,
-        "notes": _notes([built.layer], context.changes()),
+        "notes": notes_of([built.layer], context.changes()),
         "measured_on": measured_on,
         "build_s": round(built.build_s, 3),
         "correctness": built.correctness.as_dict(point.dtype),
@@ -334,7 +334,7 @@ def measure_point(
 
     # What the plugin has changed since, too: the number of threads, for one.
     machine["cpu_threads"] = torch.get_num_threads()
-    common["notes"] = _notes([built.layer], context.changes(), leak)
+    common["notes"] = notes_of([built.layer], context.changes(), leak)
     if changed:
         for pass_ in passes:
             yield failure({**bases[pass_], **common}, "wrong_result", changed)
@@ -522,7 +522,7 @@ def measure_ratio(
     common: Row = {
         **row_fields(point),
         "environment": machine,
-        "notes": _notes([built.layer for built in builts]),
+        "notes": notes_of([built.layer for built in builts]),
         "measured_on": "cuda",
         "build_s": round(build_s, 3),
         "correctness": {_side(points, i): built.correctness.as_dict(point.dtype) for i, built in enumerate(builts)},
@@ -591,7 +591,7 @@ def measure_ratio(
         pairs = list(zip(busy_samples(found, "n"), busy_samples(found, "d"), strict=True))[1:]
         basis = "busy"
     compiled = compilations.since_start()
-    common["notes"] = _notes([built.layer for built in builts], context.changes())
+    common["notes"] = notes_of([built.layer for built in builts], context.changes())
     with context.timed("correctness", phase="check after timing"):
         for i, built in enumerate(builts):
             if basis == "graph":
@@ -643,7 +643,7 @@ def trace_fake(point: Point, implementation: Implementation, bases: dict[str, Ro
         problem = operation.make_problem(point, "cpu")
         layer = implementation.build(problem)
         memory = tracked_memory(layer, problem.x, problem.grad_output)
-    notes = _notes([layer], context.changes(), leak_note(memory))
+    notes = notes_of([layer], context.changes(), leak_note(memory))
     del memory["left"]
     for base in bases.values():
         yield {

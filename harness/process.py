@@ -14,7 +14,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -231,6 +232,16 @@ class WorkerProcess:
         text = printable(os.pread(self._log.fileno(), min(size - start, LOG_KEPT), start).decode(errors="replace"))
         return "\n".join([line for line in text.splitlines() if line.startswith("  File ")][:lines])
 
+    def failure(self, error: WorkerTimeout | WorkerDied, limit_s: float) -> tuple[str, str]:
+        """Status and reason of what `run` left without numbers, with where it hung or what it printed last."""
+        if isinstance(error, WorkerTimeout):
+            status, reason = "timeout", f"not finished after {limit_s:g} s, while in {self.phase}"
+            more = self.where()
+        else:
+            status, reason = error.status, f"the worker died while in {self.phase} ({error.how})"
+            more = self.log_tail()
+        return status, f"{reason}\n{more}" if more else reason
+
     def close(self, patience_s: float = 5.0) -> None:
         """End the worker, politely where ``patience_s`` allows, and then everything that it has started."""
         if self._process.stdin is not None:
@@ -247,6 +258,28 @@ class WorkerProcess:
         self._selector.close()
         os.close(self._events)
         self._log.close()
+
+
+def side_by_side(work: Sequence[Callable[[], None]], threads: int, stop: threading.Event) -> None:
+    """Do work that waits for worker processes in so many threads.
+
+    The first exception (Ctrl-C, a full disk) sets ``stop``, which ends every wait for a worker that was given it, and
+    is raised once all threads have ended. A worker dies with the thread that has started it: each piece of work starts
+    and ends its own.
+    """
+    with ThreadPoolExecutor(threads, "worker") as pool:
+        left = {pool.submit(one) for one in work}
+        try:
+            while left:
+                # In slices: a signal's handler runs only between two of them.
+                ended, left = wait(left, WAIT_SLICE_S, FIRST_EXCEPTION)
+                for future in ended:
+                    future.result()
+        except BaseException:
+            stop.set()
+            for future in left:
+                future.cancel()
+            raise
 
 
 def log_file() -> IO[bytes]:

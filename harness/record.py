@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -263,6 +264,11 @@ def gpu_slug(name: str) -> str:
 def utc_now() -> str:
     """The time as ISO 8601 in UTC, whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def new_run_id() -> str:
+    """The time and a few random digits: 20260131T120000-0a1b2c."""
+    return f"{re.sub('[-:]', '', utc_now()[:19])}-{uuid.uuid4().hex[:6]}"
 
 
 def point_fields(point: Point) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import UserError
+from harness.errors import UserError, describe
 from harness.interface import DTYPES, ROUTER_CONVENTIONS, Implementation, Point
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +39,8 @@ _ALLOWED = frozenset({"torch", "harness", "implementations"})
 _HASHED_SUFFIXES = frozenset({".py", ".pyi", ".cu", ".cuh", ".cpp", ".cc", ".h", ".hpp", ".json", ".toml"})
 #: Harness modules that present, store or choose, and so change no number; all others count as measuring code.
 _NOT_MEASURING = frozenset(
-    {"__main__", "check", "claims", "cli", "cluster", "compare", "conformance", "devices", "doctor", "estimate"}
-    | {"plot", "profile", "progress", "regress", "registry", "report", "runner", "store", "sweep", "training"}
+    {"check", "claims", "cli", "cluster", "compare", "conformance", "devices", "estimate", "regress", "registry"}
+    | {"report", "runner", "session", "store", "sweep", "training"}
 )
 
 
@@ -99,7 +99,7 @@ class Registry:
             try:
                 return self._instances.setdefault(name, self._classes[name]())
             except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
-                entry = BrokenPlugin(name, f"cannot be instantiated: {_one_line(error)}", _class_source(self, name))
+                entry = BrokenPlugin(name, f"cannot be instantiated: {describe(error)}", _class_source(self, name))
                 del self._classes[name]
                 self._broken.append(entry)
         reason = self.broken_reason(name)
@@ -214,7 +214,7 @@ def refusal(implementation: Implementation, point: Point) -> tuple[str, str] | N
     try:
         reason = implementation.unsupported_reason(point)
     except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
-        return "crashed", f"its restriction raised {_one_line(error)}"
+        return "crashed", f"its restriction raised {describe(error)}"
     if not reason:
         return None
     if not isinstance(reason, str):
@@ -270,17 +270,12 @@ def code_hash(implementation: Implementation | type[Implementation]) -> str:
     return hashlib.sha256(f"{plugin_hash(implementation)}{harness_hash()}".encode()).hexdigest()
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 class _PluginRefused(Exception):
     """A plugin that breaks the interface's rules; the message is a sentence."""
 
 
 def _load_failure(error: BaseException) -> str:
-    return str(error) if isinstance(error, _PluginRefused) else f"cannot be imported: {_one_line(error)}"
+    return str(error) if isinstance(error, _PluginRefused) else f"cannot be imported: {describe(error)}"
 
 
 def _class_source(registry: Registry, name: str) -> str:

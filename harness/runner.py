@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,17 +18,10 @@ from harness.interface import Implementation, Point, RoutingSpec
 from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout
-from harness.record import REQUIRED, SCHEMA_VERSION, RecordError, utc_now
+from harness.record import SCHEMA_VERSION, new_run_id, utc_now
 from harness.registry import Registry, code_hash, harness_hash, installed_reason, refusal
 from harness.timing import TimingSettings
 
-_IDENTITY_FIELDS = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
-    "resume_key",
-    "denominator_variant",
-    "denominator_routing",
-    "numerator_label",
-    "denominator_label",
-}
 #: Statuses that make a sweep's exit code non-zero.
 FAILED = ("wrong_result", "out_of_memory", "timeout", "crashed")
 #: How a job is run again, in a fresh process.
@@ -158,7 +150,7 @@ class Runner:
         self.output = output
         self.settings = settings
         self.time_limit_s = time_limit_s
-        self.run_id = f"{utc_now()[:19].replace(':', '').replace('-', '')}-{uuid.uuid4().hex[:6]}"
+        self.run_id = new_run_id()
         self.summary = Summary()
         self._report: Callable[[str, Job, str], None] = lambda event, job, text: None
         self._samples: Callable[[dict[str, Any], list[float]], None] = lambda row, samples: None
@@ -386,10 +378,8 @@ class Runner:
                     elif left:
                         self._fail(job, left, "crashed", "the measurement ended without a row for this pass")
                     return not event["poisoned"], ""
-        except WorkerTimeout:
-            reason = f"not finished after {self.time_limit_s:g} s, while in {worker.phase}"
-            where = worker.where()
-            self._fail(job, left, "timeout", f"{reason}\n{where}" if where else reason)
+        except WorkerTimeout as late:
+            self._fail(job, left, *worker.failure(late, self.time_limit_s))
         except WorkerDied as death:
             # A capture that kills the process costs the graph, not the point.
             if worker.phase == "graph" and allow_graph:
@@ -397,9 +387,7 @@ class Runner:
             # What an earlier job has left behind in it is not this one's failure.
             if worker.died_before_job:
                 return False, AFRESH
-            tail = worker.log_tail()
-            reason = f"the worker died while in {worker.phase} ({death.how})"
-            self._fail(job, left, death.status, f"{reason}\n{tail}" if tail else reason)
+            self._fail(job, left, *worker.failure(death, self.time_limit_s))
         return False, ""
 
     def _fail(self, job: Job, passes: Sequence[str], status: str, reason: str) -> None:
@@ -431,14 +419,7 @@ class Runner:
                 self._samples(row, list(samples))
 
     def _store(self, row: dict[str, Any]) -> None:
-        try:
-            store.append(self.output, row)
-        except (RecordError, UnicodeEncodeError) as error:
-            # Numbers that break the rules (a NaN, say) are a failure of this point and must not end the sweep; nor must
-            # words that no file can hold.
-            identity = {key: value for key, value in row.items() if key in _IDENTITY_FIELDS}
-            row = {**identity, "status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
-            store.append(self.output, row)
+        row = store.keep(self.output, row)
         status = row["status"]
         name = row.get("implementation") or f"{row['numerator']} / {row['denominator']}"
         self.summary.statuses[status] += 1

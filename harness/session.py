@@ -14,7 +14,7 @@ from rich.table import Table
 
 from harness import store
 from harness.environment import environment, gpu_name
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 from harness.interface import Point
 from harness.operations import get_operation
 from harness.record import MODES, gpu_slug
@@ -76,57 +76,14 @@ def run_sweeps(
     output: Path | None = None,
     mode: str = "",
     figures: bool = True,
-    gpus: str = "",
-    ray: str = "",
+    place: Place | None = None,
 ) -> int:
     """Run sweeps one after another, then draw the figures that they name; returns how many rows failed.
 
     Args:
         figures: with False, nothing is drawn.
-        gpus: run on these GPUs of this machine side by side (see `harness.devices.chosen_gpus`).
-        ray: run on this Ray cluster (see `harness.cluster.connect`).
+        place: where jobs run (`chosen_place`).
     """
-    with _place(gpus, ray) as place:
-        return _run_sweeps(
-            out, names, only, skip, shapes, resume=resume, dry_run=dry_run, output=output, mode=mode, figures=figures,
-            place=place,
-        )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _place(gpus: str, ray: str) -> Iterator[Place | None]:
-    """Where jobs run; None: one after another on this machine's first GPU."""
-    if gpus and ray:
-        raise UserError("--gpus and --ray: leave one of both out; Ray hands out its cluster's GPUs by itself")
-    if gpus:
-        from harness import devices
-
-        chosen = devices.chosen_gpus(gpus)
-        with devices.only(chosen):
-            yield devices.SeveralGpus(chosen)
-    elif ray:
-        from harness import cluster
-
-        with cluster.connect(ray) as connected:
-            yield connected
-    else:
-        yield None
-
-
-def _run_sweeps(
-    out: Console,
-    names: Sequence[str],
-    only: Sequence[str],
-    skip: Sequence[str],
-    shapes: Sequence[str],
-    *,
-    resume: bool,
-    dry_run: bool,
-    output: Path | None,
-    mode: str,
-    figures: bool,
-    place: Place | None,
-) -> int:
     if mode and mode not in MODES:
         raise UserError(f"--mode {mode}: choose from {', '.join(MODES)}")
     registry = load_registry()
@@ -160,9 +117,34 @@ def _run_sweeps(
             _draw(out, folder, target, [name], folder.glob("*.jsonl"))
         except Exception as error:
             kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
-            reason = " ".join(f"{kind}{error}".split())
+            reason = one_line(f"{kind}{error}")
             out.print(f"[yellow]not drawn[/] {name}: {escape(reason)}", highlight=False, soft_wrap=True)
     return failed
+
+
+@contextlib.contextmanager
+def chosen_place(gpus: str, ray: str) -> Iterator[Place | None]:
+    """Where jobs run; None: one after another on this machine's first GPU.
+
+    Args:
+        gpus: these GPUs of this machine side by side (see `harness.devices.chosen_gpus`).
+        ray: this Ray cluster (see `harness.cluster.connect`).
+    """
+    if gpus and ray:
+        raise UserError("--gpus and --ray: leave one of both out; Ray hands out its cluster's GPUs by itself")
+    if gpus:
+        from harness import devices
+
+        chosen = devices.chosen_gpus(gpus)
+        with devices.only(chosen):
+            yield devices.SeveralGpus(chosen)
+    elif ray:
+        from harness import cluster
+
+        with cluster.connect(ray) as connected:
+            yield connected
+    else:
+        yield None
 
 
 def _check_gpu(whole: Sequence[Sweep], loaded: Sequence[Sweep], gpu: str | None) -> None:
@@ -195,25 +177,12 @@ def run_sweep(
     mode: str = "",
     place: Place | None = None,
 ) -> int:
-    """Run one sweep into ``path``, where nobody else adds rows meanwhile; returns how many rows failed.
+    """Run one sweep into ``path``, which the caller holds (`store.hold`) unless it is a dry run; returns how many rows
+    failed.
 
     Raises:
         WriteError: rows cannot be written there; those before are stored.
     """
-    with contextlib.nullcontext() if dry_run else store.hold(path):
-        return _run_sweep(out, sweep, registry, path, resume, dry_run, mode, place)
-
-
-def _run_sweep(
-    out: Console,
-    sweep: Sweep,
-    registry: Registry,
-    path: Path,
-    resume: bool,
-    dry_run: bool,
-    mode: str,
-    place: Place | None,
-) -> int:
     options = replace(sweep.options, mode=mode) if mode else sweep.options
     if resume and path.exists():
         _, problems = store.read(path)

@@ -18,13 +18,20 @@ from typing import Any, cast
 
 from harness.errors import UserError, one_line
 from harness.interface import Point
-from harness.record import Row, check, clean, validate
+from harness.record import REQUIRED, RecordError, Row, check, clean, validate
 
 #: A row with one of these statuses needs no second run; every other failure is worth another try.
 FINAL_STATUSES = ("ok", "unsupported")
 #: Seconds that a single row waits for another process to end its writing; and that a sweep waits for one that was
 #: killed just now, which takes a moment to let go.
 PATIENCE_S, HOLD_PATIENCE_S = 30.0, 1.0
+_IDENTIFYING = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
+    "resume_key",
+    "denominator_variant",
+    "denominator_routing",
+    "numerator_label",
+    "denominator_label",
+}
 #: How every line begins that `append` writes.
 _START = b'{"schema":'
 _ADVICE = {
@@ -95,6 +102,16 @@ def hold(path: Path | str) -> Iterator[None]:
                 os.close(held.descriptor)
 
 
+@contextlib.contextmanager
+def additions(path: Path | str) -> Iterator[list[Row]]:
+    """`hold`, and a list that has the rows which the block has added to the file once it ends."""
+    rows: list[Row] = []
+    with hold(path):
+        before = len(read(path)[0])
+        yield rows
+        rows += read(path)[0][before:]
+
+
 def append(path: Path | str, row: Mapping[str, Any]) -> None:
     """Validate ``row`` and add it as one line, flushed to the disk, under an exclusive lock on the file.
 
@@ -127,6 +144,19 @@ def append(path: Path | str, row: Mapping[str, Any]) -> None:
         finally:
             # Closing releases the lock.
             os.close(descriptor)
+
+
+def keep(path: Path | str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """`append` a row, or, where it breaks the rules (by a plugin's NaN, say), what identifies it with the status
+    ``crashed``: that fails its point and must not end the run. Returns what was stored."""
+    try:
+        append(path, row)
+        return dict(row)
+    except RecordError as error:
+        kept = {key: value for key, value in row.items() if key in _IDENTIFYING}
+        kept |= {"status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
+        append(path, kept)
+        return kept
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -314,23 +344,20 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """The last row of each measurement, in the order of their first appearance.
 
     A retried point leaves its earlier rows in the file. Two rows are of one measurement where everything asked for
-    agrees (the sweep's name aside) and the GPU is the same; which of them counts, `supersedes` says."""
+    agrees (the sweep's name aside) and the GPU is the same; which of them counts, `precedence` says."""
     newest: dict[str, Row] = {}
     for row in rows:
         environment = row.get("environment") or {}
         key = identity(row, environment.get("gpu") if row.get("measured_on") == "cuda" else environment.get("cpu"))
-        if key not in newest or supersedes(row, newest[key]):
+        if key not in newest or precedence(row) >= precedence(newest[key]):
             newest[key] = row
     return list(newest.values())
 
 
-def supersedes(row: Row, other: Row) -> bool:
-    """Whether a row counts in place of another one of the same measurement: the later one, of equally late ones
-    ``row``. That a package was missing once takes nothing back, though, that was found out with it."""
-    missing, was_missing = (one.get("status") == "not_installed" for one in (row, other))
-    if missing != was_missing:
-        return was_missing
-    return str(row.get("timestamp")) >= str(other.get("timestamp"))
+def precedence(row: Row) -> tuple[bool, str]:
+    """Of one measurement's rows that one counts whose precedence is highest, of equals the one that stands last: the
+    latest. That a package was missing once takes nothing back, though, that was found out with it."""
+    return row.get("status") != "not_installed", str(row.get("timestamp"))
 
 
 def identity(row: Row, machine: str | None) -> str:

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from harness import descendants
 from harness.compilation import watch_triton
 from harness.correctness import WrongResult
-from harness.errors import printable
+from harness.errors import describe
 from harness.interface import Implementation
 from harness.measure import Context, check_point, count_rows, measure_point, measure_ratio, release, trace_fake
 from harness.points import point_from_dict
@@ -51,17 +51,6 @@ def die_with_parent() -> None:
     """Ask Linux to end this process with its parent, so that a killed sweep leaves nothing on the GPU."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def describe(error: BaseException) -> str:
-    """The exception as one line."""
-    try:
-        text = str(error)
-    except Exception:  # a plugin's own class
-        text = ""
-    # What C++ adds to a message is a stack of addresses.
-    text = " ".join(printable(text.split("Exception raised from ")[0]).split())
-    return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
 
 
 def no_memory(error: BaseException) -> bool:

@@ -109,14 +109,16 @@ class Point:
 def _chosen(rows: pd.DataFrame) -> pd.DataFrame:
     """Forward rows of the ablations' operations, as the sweep measures them."""
     operations = {series.operation for panel in PANELS.values() for series in panel}
-    return rows[
-        rows["operation"].isin(operations)
-        & (rows["pass"] == "forward")
-        & (rows["measured_on"] == "cuda")
-        & rows["dtype"].isin(["bfloat16", ""])
-        & rows["distribution"].isin(["uniform", ""])
-        & (rows["mode"] != "sustained")
-    ].sort_values("timestamp", kind="stable")
+    return table.by_precedence(
+        rows[
+            rows["operation"].isin(operations)
+            & (rows["pass"] == "forward")
+            & (rows["measured_on"] == "cuda")
+            & rows["dtype"].isin(["bfloat16", ""])
+            & rows["distribution"].isin(["uniform", ""])
+            & (rows["mode"] != "sustained")
+        ]
+    )
 
 
 def comparisons(rows: pd.DataFrame) -> pd.DataFrame:

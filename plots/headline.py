@@ -38,17 +38,19 @@ class Ratio:
 def ratios(rows: pd.DataFrame, reference: str, baseline: str) -> dict[str, Ratio]:
     """By shape: device time of forward + backward of ``baseline`` over that of ``reference``, from ratio rows; one
     measured the other way round is turned over."""
-    chosen = rows[
-        (rows["record"] == "ratio")
-        & rows["operation"].isin(["moe_layer", ""])
-        & (rows["pass"] == "forward_backward")
-        & (rows["time_kind"] == "device")
-        & (rows["measured_on"] == "cuda")
-        & rows["dtype"].isin(["bfloat16", ""])
-        & rows["method"].isin(["top_k", ""])
-        & rows["distribution"].isin(["uniform", ""])
-        & (rows["mode"] != "sustained")
-    ].sort_values("timestamp", kind="stable")
+    chosen = table.by_precedence(
+        rows[
+            (rows["record"] == "ratio")
+            & rows["operation"].isin(["moe_layer", ""])
+            & (rows["pass"] == "forward_backward")
+            & (rows["time_kind"] == "device")
+            & (rows["measured_on"] == "cuda")
+            & rows["dtype"].isin(["bfloat16", ""])
+            & rows["method"].isin(["top_k", ""])
+            & rows["distribution"].isin(["uniform", ""])
+            & (rows["mode"] != "sustained")
+        ]
+    )
     found: dict[str, Ratio] = {}
     for turned, (above, below) in ((True, (reference, baseline)), (False, (baseline, reference))):
         for _, row in chosen[(chosen["numerator"] == above) & (chosen["denominator"] == below)].iterrows():

@@ -80,21 +80,23 @@ def kernel_bar(kernels: pd.DataFrame, panel: Panel, name: str, model: str, shape
 
 def fastest_other(rows: pd.DataFrame, panel: Panel, shape: str) -> float:
     """Time of the fastest other implementation over ours, from stable ratio rows; NaN where there is none."""
-    found = rows[
-        (rows["record"] == "ratio")
-        & (rows["sweep"] == NAME)
-        & (rows["operation"] == panel.operation)
-        & (rows["variant"] == panel.variant)
-        & (rows["shape"] == shape)
-        & (rows["pass"] == "forward")
-        & (rows["denominator"] == OURS)
-        & (rows["numerator"] != OURS)
-        & (rows["time_kind"] == "device")
-        & (rows["measured_on"] == "cuda")
-        & rows["dtype"].isin(["bfloat16", ""])
-        & rows["distribution"].isin(["uniform", ""])
-        & (rows["mode"] != "sustained")
-    ].sort_values("timestamp", kind="stable")
+    found = table.by_precedence(
+        rows[
+            (rows["record"] == "ratio")
+            & (rows["sweep"] == NAME)
+            & (rows["operation"] == panel.operation)
+            & (rows["variant"] == panel.variant)
+            & (rows["shape"] == shape)
+            & (rows["pass"] == "forward")
+            & (rows["denominator"] == OURS)
+            & (rows["numerator"] != OURS)
+            & (rows["time_kind"] == "device")
+            & (rows["measured_on"] == "cuda")
+            & rows["dtype"].isin(["bfloat16", ""])
+            & rows["distribution"].isin(["uniform", ""])
+            & (rows["mode"] != "sustained")
+        ]
+    )
     latest = found.drop_duplicates("numerator", keep="last")
     return float(latest.loc[latest["status"] == "ok", "value"].min())
 

@@ -44,17 +44,19 @@ def _ratio(
     rows: pd.DataFrame, numerator: str, shape: str, pass_: str, denominator: str = OFFICIAL, bound: str = ""
 ) -> pd.Series | None:
     """The latest ratio row. ``bound``: the variant of `dense_bound` that the denominator computes."""
-    chosen = rows[
-        (rows["record"] == "ratio")
-        & (rows["status"] == "ok")
-        & (rows["numerator"] == numerator)
-        & (rows["denominator"] == denominator)
-        & (rows["denominator_variant"] == bound)
-        & (rows["shape"] == shape)
-        & (rows["pass"] == pass_)
-        & (rows["time_kind"] == "device")
-        & (rows["sweep"] == "paper_layers")
-    ].sort_values("timestamp", kind="stable")
+    chosen = table.by_precedence(
+        rows[
+            (rows["record"] == "ratio")
+            & (rows["status"] == "ok")
+            & (rows["numerator"] == numerator)
+            & (rows["denominator"] == denominator)
+            & (rows["denominator_variant"] == bound)
+            & (rows["shape"] == shape)
+            & (rows["pass"] == pass_)
+            & (rows["time_kind"] == "device")
+            & (rows["sweep"] == "paper_layers")
+        ]
+    )
     return chosen.iloc[-1] if len(chosen) else None
 
 
@@ -219,19 +221,21 @@ def _ours_beside(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
 def _per_row(rows: pd.DataFrame, plugin: str, operation: str, shape: str, pass_: str) -> str:
     """Time with top-K over time with nearest rounding, weighed by the rows of both, with its interval: of the last run,
     as everywhere. Empty without a run."""
-    chosen = rows[
-        (rows["record"] == "ratio")
-        & (rows["status"] == "ok")
-        & (rows["operation"] == operation)
-        & (rows["numerator"] == plugin)
-        & (rows["denominator"] == plugin)
-        & (rows["method"] == "top_k")
-        & (rows["denominator_method"] == "nearest")
-        & (rows["distribution"] == "uniform")
-        & (rows["shape"] == shape)
-        & (rows["pass"] == pass_)
-        & (rows["time_kind"] == "device")
-    ].sort_values("timestamp", kind="stable")
+    chosen = table.by_precedence(
+        rows[
+            (rows["record"] == "ratio")
+            & (rows["status"] == "ok")
+            & (rows["operation"] == operation)
+            & (rows["numerator"] == plugin)
+            & (rows["denominator"] == plugin)
+            & (rows["method"] == "top_k")
+            & (rows["denominator_method"] == "nearest")
+            & (rows["distribution"] == "uniform")
+            & (rows["shape"] == shape)
+            & (rows["pass"] == pass_)
+            & (rows["time_kind"] == "device")
+        ]
+    )
     if not len(chosen):
         return ""
     last = chosen.iloc[-1]

@@ -211,9 +211,15 @@ def load(results: Path = RESULTS) -> tuple[pd.DataFrame, list[str]]:
     return table, problems
 
 
+def by_precedence(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows in the order of `harness.store.precedence`: where several are of one point, the last of them counts."""
+    order = rows.assign(_installed=rows["status"] != "not_installed")
+    return order.sort_values(["_installed", "timestamp"], kind="stable").drop(columns="_installed")
+
+
 def latest(rows: pd.DataFrame) -> pd.DataFrame:
-    """The latest row of each `KEY`; of equal timestamps the one that stands later in the file."""
-    return rows.sort_values("timestamp", kind="stable").drop_duplicates(list(KEY), keep="last").sort_index()
+    """The row of each `KEY` that counts."""
+    return by_precedence(rows).drop_duplicates(list(KEY), keep="last").sort_index()
 
 
 def slug(gpu: str) -> str:
@@ -270,8 +276,8 @@ def _as_the_paper(rows: pd.DataFrame, sweep: str) -> pd.DataFrame:
         & rows["convention"].isin(["topk_softmax", ""])
         & (rows["mode"] != "sustained")
     ]
-    order = chosen.assign(_paper=chosen["sweep"] == sweep).sort_values(["_paper", "timestamp"], kind="stable")
-    return order.drop(columns="_paper")
+    order = by_precedence(chosen)
+    return order.iloc[(order["sweep"] == sweep).argsort(kind="stable")]
 
 
 def best_row(rows: pd.DataFrame, value: str) -> pd.Series | None:
@@ -296,7 +302,7 @@ def bound(rows: pd.DataFrame, variant: str, direction: str, shape: str) -> float
         & rows["status"].isin(NUMBERS_ALLOWED)
         & rows["tflops"].notna()
     ]
-    return float(found.sort_values("timestamp", kind="stable")["tflops"].iloc[-1]) if len(found) else math.nan
+    return float(by_precedence(found)["tflops"].iloc[-1]) if len(found) else math.nan
 
 
 def paper_shapes() -> list[tuple[str, str]]:

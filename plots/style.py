@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+
+from harness.errors import printable
 
 # Okabe and Ito's palette, which survives the common kinds of colour blindness; the relatives of one implementation
 # take darker or lighter steps of its hue, and position and legend follow one order, so that hue never stands alone.
@@ -129,11 +130,6 @@ def figure_style() -> Iterator[None]:
     """The settings under which a figure is made *and* saved."""
     with matplotlib.rc_context(RC):
         yield
-
-
-def printable(text: str) -> str:
-    """Without what a picture cannot hold: control characters, such as a compiler's colours, make no valid SVG."""
-    return "".join(character for character in text if character.isspace() or unicodedata.category(character)[0] != "C")
 
 
 @dataclass

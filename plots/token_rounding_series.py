@@ -94,12 +94,12 @@ def in_order(found: Iterable[str], order: Iterable[str]) -> list[str]:
 def accounts(rows: pd.DataFrame) -> pd.DataFrame:
     """Accounts of routings, oldest first: what came of a method, counted without a layer."""
     chosen = rows[(rows["record"] == "measurement") & (rows["operation"] == "token_rounding") & (rows["method"] != "")]
-    return chosen.sort_values("timestamp", kind="stable")
+    return table.by_precedence(chosen)
 
 
 def _on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
     chosen = (rows["measured_on"] == "cuda") & rows["dtype"].isin(["bfloat16", ""]) & (rows["mode"] != "sustained")
-    return rows[chosen].sort_values("timestamp", kind="stable")
+    return table.by_precedence(rows[chosen])
 
 
 def measurements(rows: pd.DataFrame) -> pd.DataFrame:

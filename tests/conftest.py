@@ -138,10 +138,15 @@ def wait_for_no_process(mark: str, seconds: float = 15.0) -> list[tuple[int, str
 
 
 class MoeBench:
-    """The command line in a process of its own, with the fake plugins, marked so that leftovers can be found."""
+    """The command line in a process of its own, with the fake plugins, marked so that leftovers can be found.
 
-    def __init__(self, mark: str) -> None:
+    Args:
+        warm: its workers are forked (`warm_moebench`), which saves each of them the seconds that importing torch takes.
+    """
+
+    def __init__(self, mark: str, warm: bool = False) -> None:
         self.mark = mark
+        self._program = [str(Path(__file__).with_name("warm_moebench.py"))] if warm else ["-m", "harness.cli"]
         self.environment = {
             **os.environ,
             "MOEBENCH_PLUGINS": str(FAKE_PLUGINS),
@@ -152,7 +157,7 @@ class MoeBench:
         }
 
     def command(self, *arguments: object) -> list[str]:
-        return [sys.executable, "-m", "harness.cli", *map(str, arguments)]
+        return [sys.executable, *self._program, *map(str, arguments)]
 
     def start(
         self, *arguments: object, stdout: int = subprocess.DEVNULL, stderr: int = subprocess.DEVNULL
@@ -178,6 +183,13 @@ class MoeBench:
 @pytest.fixture(scope="module")
 def moebench() -> Iterator[MoeBench]:
     bench = MoeBench(uuid.uuid4().hex)
+    yield bench
+    assert not wait_for_no_process(bench.mark)
+
+
+@pytest.fixture(scope="module")
+def warm_moebench() -> Iterator[MoeBench]:
+    bench = MoeBench(uuid.uuid4().hex, warm=True)
     yield bench
     assert not wait_for_no_process(bench.mark)
 

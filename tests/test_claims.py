@@ -149,7 +149,9 @@ def last(rows: list[Row], sweep: str, fits: Callable[[Row], bool]) -> Row | None
     found = [row for row in found if row["sweep"] == sweep] or found
     newest = None
     for row in found:
-        if newest is None or row["timestamp"] >= newest["timestamp"]:
+        if row["status"] == "not_installed" and newest is not None:
+            continue
+        if newest is None or newest["status"] == "not_installed" or row["timestamp"] >= newest["timestamp"]:
             newest = row
     return newest if newest is not None and newest["status"] == "ok" else None
 
@@ -495,6 +497,13 @@ def test_the_newest_row_counts_and_is_not_replaced_by_an_older_one(tmp_path: Pat
     its = finding(evaluate(tmp_path)[0], "throughput-vs-scattermoe-7b", "official")
     assert its.verdict == "not measured" and its.rows == ()
     assert "unstable: the clock drifted" in its.reason
+
+
+def test_a_missing_package_takes_no_claim_back(tmp_path: Path, seed: dict[str, Row]) -> None:
+    missing = failed(seed["ratio"], "not_installed", "no scattermoe", timestamp="2031-01-01T00:00:00+00:00")
+    write(tmp_path / "gpu", [seed["ratio"], missing])
+    its = finding(evaluate(tmp_path)[0], "throughput-vs-scattermoe-7b", "official")
+    assert its.value == seed["ratio"]["value"]
 
 
 def test_only_failures(tmp_path: Path, seed: dict[str, Row]) -> None:

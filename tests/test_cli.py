@@ -154,10 +154,10 @@ def test_dry_run_lists_and_measures_nothing(command_line: Run, tmp_path: Path) -
     assert not (tmp_path / "rows").exists()
 
 
-def test_check_in_a_process_of_its_own(moebench: MoeBench) -> None:
+def test_check_in_a_process_of_its_own(warm_moebench: MoeBench) -> None:
     names = ("torch_loop", "fake_wrong", "fake_segfault", "fake_missing_package", "fake_unsupported")
     only = ("--shape", "32,16,8,4,2", "--distribution", "uniform", "--distribution", "empty_experts")
-    ended = moebench("check", *names, *only)
+    ended = warm_moebench("check", *names, *only)
     assert ended.returncode == 3 and not ended.stderr
     lines = {name: [line for line in ended.stdout.splitlines() if name in line] for name in names}
     assert len(lines["torch_loop"]) == 4 and all(" ok " in line for line in lines["torch_loop"])

@@ -4,6 +4,7 @@ fail, and every outcome is a row."""
 from __future__ import annotations
 
 import ast
+import fcntl
 import io
 import json
 import threading
@@ -28,7 +29,7 @@ from harness.environment import environment
 from harness.errors import UserError
 from harness.interface import Implementation, Layer, Problem
 from harness.measure import Context
-from harness.process import WorkerDied, WorkerStopped, WorkerTimeout
+from harness.process import WorkerDied, WorkerProcess, WorkerStopped, WorkerTimeout
 from harness.record import validate
 from harness.registry import default_registry
 from harness.report import data, html, markdown, terminal
@@ -440,6 +441,9 @@ class StubWorker:
     started: ClassVar[list[StubWorker]] = []
     does: ClassVar[Callable[[dict[str, Any]], dict[str, Any] | Exception]]
 
+    failure = WorkerProcess.failure
+    died_before_job = False
+
     def __init__(self, environment: dict[str, str] | None = None, stop: threading.Event | None = None) -> None:
         self.environment, self.stop = environment, stop
         self.phase, self.closed = "build", False
@@ -467,6 +471,9 @@ class StubWorker:
 
     def log_tail(self) -> str:
         return "the last line"
+
+    def where(self) -> str:
+        return "the innermost call"
 
     def close(self, patience_s: float = 5.0) -> None:
         self.closed = True
@@ -508,6 +515,48 @@ def test_one_worker_serves_until_it_dies(
     assert {row["run_id"] for row in rows} == {rows[0]["run_id"]} and len({row["resume_key"] for row in rows}) == 6
 
 
+def test_what_an_earlier_case_left_is_not_the_next_ones_failure(
+    stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stub, "died_before_job", property(lambda worker: len(worker.limits) > 1))
+    deaths = [WorkerDied(-6), WorkerDied(-9, out_of_memory=True)]
+
+    def does(job: dict[str, Any]) -> dict[str, Any] | Exception:
+        second = job["case"] == MET[1].name
+        return deaths.pop(0) if second and deaths else {}
+
+    monkeypatch.setattr(stub, "does", staticmethod(does))
+    rows = run_suite(tmp_path / "rows.jsonl", MET[:3])
+    assert [row["status"] for row in rows] == ["ok", "out_of_memory", "ok"]
+    assert [len(worker.limits) for worker in stub.started] == [2, 1, 1]
+
+
+def test_a_row_that_breaks_the_rules_fails_its_case_and_no_other(
+    stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = {MET[0].name: {"notes": "one sentence"}, MET[1].name: {"build_s": float("nan")}}
+    monkeypatch.setattr(stub, "does", staticmethod(lambda job: broken.get(job["case"], {})))
+    rows = run_suite(tmp_path / "rows.jsonl", MET[:3])
+    assert [row["status"] for row in rows] == ["crashed", "crashed", "ok"]
+    assert all("the row breaks the rules of the record: " in row["reason"] for row in rows[:2])
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_nobody_else_adds_rows_meanwhile(stub: type[StubWorker], tmp_path: Path, jobs: int) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def other_process(row: dict[str, Any]) -> None:
+        with path.open("ab") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    assert len(run_suite(path, MET[:4], jobs=jobs, on_row=other_process)) == 4
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(store.WriteError, match="another run is writing rows there"):
+            run_suite(path, MET[:1], jobs=jobs)
+    assert len(path.read_bytes().splitlines()) == 4
+
+
 def test_an_implementation_that_never_finishes_ends_soon(
     stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -516,7 +565,7 @@ def test_an_implementation_that_never_finishes_ends_soon(
     assert {row["status"] for row in rows} == {"timeout"}
     limits = [limit for worker in stub.started for limit in worker.limits]
     assert limits == [suite.TIME_LIMIT_S] * 2 + [suite.SHORT_LIMIT_S] * 2
-    assert rows[0]["reason"] == "not finished after 60 s, while in build"
+    assert rows[0]["reason"] == "not finished after 60 s, while in build\nthe innermost call"
     assert rows[6]["reason"] == "not tried, after 4 cases that did not finish"
 
 
@@ -525,7 +574,7 @@ def test_a_limit_below_a_second_is_named_as_it_was_set(
 ) -> None:
     monkeypatch.setattr(stub, "does", staticmethod(lambda job: WorkerTimeout()))
     (row,) = run_suite(tmp_path / "rows.jsonl", MET[:1], time_limit_s=0.5)
-    assert row["reason"] == "not finished after 0.5 s, while in build"
+    assert row["reason"].startswith("not finished after 0.5 s, while in build\n")
 
 
 def test_jobs_share_the_cases_and_every_row_comes(stub: type[StubWorker], tmp_path: Path) -> None:
@@ -557,7 +606,9 @@ def test_an_interruption_waits_neither_for_a_case_nor_for_a_worker_that_starts(
 
     second_is_there = threading.Event()
 
-    def start(worker: StubWorker, environment: dict[str, str] | None, stop: threading.Event | None = None) -> None:
+    def start(
+        worker: StubWorker, environment: dict[str, str] | None = None, stop: threading.Event | None = None
+    ) -> None:
         plain_start(worker, environment, stop)
         if len(stub.started) == 2:  # as `WorkerProcess` waits for what it started
             second_is_there.set()

@@ -128,7 +128,8 @@ def test_two_gpus_measure_side_by_side_and_one_point_at_a_time(tmp_path: Path, m
     monkeypatch.setenv("MOEBENCH_PLUGINS", str(tmp_path / "plugins"))
     out = Console(file=io.StringIO(), width=200)
     output = tmp_path / "rows"
-    failed = session.run_sweeps(out, [str(sweep)], (), (), (), output=output, gpus="all")
+    with session.chosen_place(gpus="all", ray="") as place:
+        failed = session.run_sweeps(out, [str(sweep)], (), (), (), output=output, place=place)
     found = rows(output / "noted.jsonl")
 
     # Every point once, the failed one too; that 8 and 16 are ok shows that both were built at the same time.
@@ -150,7 +151,8 @@ def test_two_gpus_measure_side_by_side_and_one_point_at_a_time(tmp_path: Path, m
         assert len(changes) == len(set(changes)), changes
 
     again = Console(file=io.StringIO(), width=200)
-    session.run_sweeps(again, [str(sweep)], (), (), (), output=output, gpus="1", resume=True, dry_run=True)
+    with session.chosen_place(gpus="1", ray="") as place:
+        session.run_sweeps(again, [str(sweep)], (), (), (), output=output, resume=True, dry_run=True, place=place)
     assert "1 jobs, 8 rows there already" in again.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -371,7 +373,7 @@ def test_what_is_timed_on_the_cpu_comes_last_and_alone() -> None:
     assert [number for _, number in runner.served[2:]] == [0, 1, 2]
     assert {name for name, _ in runner.served[2:]} == {threading.current_thread().name}
     assert {number for _, number in runner.served[:2]} == {3, 4}
-    assert all(name.startswith("gpu") for name, _ in runner.served[:2])
+    assert all(name.startswith("worker") for name, _ in runner.served[:2])
 
 
 def test_what_ends_one_thread_ends_all_and_is_told() -> None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import uuid
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT, MoeBench, wait_for_no_process
+from conftest import MoeBench, wait_for_no_process
 from fake_plugins.fake_misbehaves import MISBEHAVIOURS, tokens_of
 from test_runner import PASSES, rows_of, write_sweep
 
@@ -170,12 +169,11 @@ def test_every_misbehaviour_has_an_expectation() -> None:
 def test_each_gives_the_right_row_harms_nobody_and_leaves_nothing(tmp_path: Path) -> None:
     """One test, since it is one sweep. Its workers are forked, which is quick; those of `test_runner` are started as
     ever."""
-    bench = MoeBench(uuid.uuid4().hex)
+    bench = MoeBench(uuid.uuid4().hex, warm=True)
     temporary, output = tmp_path / "tmp", tmp_path / "rows"
     temporary.mkdir()
     shared, nap = f"moebench-{uuid.uuid4().hex[:12]}", f"3600.{uuid.uuid4().int % 10**12}"
-    environment = {
-        **bench.environment,
+    bench.environment |= {
         "TMPDIR": str(temporary),
         "MOEBENCH_TEST_FOLDER": str(tmp_path),
         "MOEBENCH_TEST_SHARED": shared,
@@ -184,10 +182,7 @@ def test_each_gives_the_right_row_harms_nobody_and_leaves_nothing(tmp_path: Path
     # Each misbehaviour, and then a point that is right.
     shapes = [f"{tokens + more},16,8,4,2" for tokens in map(tokens_of, MISBEHAVIOURS) for more in (0, 1)]
     sweep = write_sweep(tmp_path, "misbehaviour", ["fake_misbehaves"], shapes, limit=LIMIT_S)
-    command = [sys.executable, Path(__file__).with_name("warm_moebench.py"), "run", sweep, "--output", output]
-    ended = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    ended = bench("run", sweep, "--output", output)
     assert ended.returncode == 3, ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
     assert f"{6 * len(EXPECTED)} rows in" in ended.stdout

@@ -250,6 +250,14 @@ def test_the_latest_row_of_a_point_counts_even_if_it_failed() -> None:
         assert list(kept["status"]) == ["crashed"]
 
 
+def test_a_missing_package_takes_no_number_back() -> None:
+    measured = synthetic(timestamp="2030-01-01T00:00:00Z")
+    missing = failed("not_installed", "no such package", timestamp="2030-01-02T00:00:00Z")
+    for order in ([measured, missing], [missing, measured]):
+        assert list(table.latest(table.frame(order))["status"]) == ["ok"]
+        assert list(table.layers(table.frame(order))["status"]) == ["not_installed", "ok"]
+
+
 def test_rows_of_another_kind_do_not_stand_for_the_papers_layers() -> None:
     others = [
         synthetic(dtype="float16"),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import registry as module
+from harness import registry as registry_of
 from harness.errors import UserError
 from harness.interface import Point
 from harness.registry import code_hash, harness_hash, installed_reason, load_registry, plugin_hash, refusal
@@ -77,6 +78,7 @@ def test_broken_plugins_stop_nothing(tmp_path: Path) -> None:
     write(tmp_path / "twin.py", "good", cls="Twin")
     (tmp_path / "syntax.py").write_text("def broken(:\n")
     (tmp_path / "raises.py").write_text("raise RuntimeError('two\\nlines')\n")
+    (tmp_path / "mute.py").write_text("class Mute(Exception):\n    def __str__(self): 1 / 0\n\nraise Mute\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "empty.py").write_text("")
     write(tmp_path / "nameless.py", "")
@@ -89,11 +91,12 @@ def test_broken_plugins_stop_nothing(tmp_path: Path) -> None:
     assert found.names() == ["good", "raising"]
     told = reasons(found)
     assert set(told) == {
-        *("twin", "syntax", "raises", "leaves", "empty", "nameless", "spelling", "heavy", "indirect"),
+        *("twin", "syntax", "raises", "mute", "leaves", "empty", "nameless", "spelling", "heavy", "indirect"),
     }
     assert "already taken by" in told["twin"] and "good.py" in told["twin"]
     assert "SyntaxError" in told["syntax"]
     assert told["raises"] == "cannot be imported: RuntimeError: two lines"
+    assert told["mute"] == "cannot be imported: Mute"
     assert "no Implementation" in told["empty"]
     assert "has no name" in told["nameless"]
     assert "imports numpy at module level (heavy.py, line 3)" in told["heavy"]
@@ -251,3 +254,10 @@ def test_the_projects_plugins_load_without_their_packages() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_what_does_not_measure_is_there() -> None:
+    """A name that nothing has any more would one day be given to something that measures."""
+    folder = Path(registry_of.__file__).parent
+    found = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
+    assert found > registry_of._NOT_MEASURING

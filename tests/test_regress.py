@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import functools
 import io
 import json
@@ -679,6 +680,36 @@ def test_bad_input_is_one_line(
     code, _, error = command_line("regress", *arguments)
     assert code == 2 and reason in error and error.count("\n") == 1 and error.startswith("moebench: ")
     assert not bare.gpu.asked
+
+
+class WatchedGpu(FakeGpu):
+    """Tries to add rows while it measures, as another process would."""
+
+    def run_sweep(self, out: Console, sweep: Sweep, registry: Any, path: Path, **options: Any) -> int:
+        refused(path)
+        return super().run_sweep(out, sweep, registry, path, **options)
+
+
+def refused(path: Path) -> None:
+    with path.open("ab") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_nobody_else_adds_rows_from_the_first_look_to_the_second(gated: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows would count as this run's, and their lock would keep it from the second look."""
+    path = gated.folder / "rows" / "ci.jsonl"
+    looked: list[None] = []
+
+    def first_look(*arguments: Any) -> Any:
+        looked.append(refused(path))
+        return judge.first_look(*arguments)
+
+    monkeypatch.setattr(gate, "first_look", first_look)
+    gpu = WatchedGpu(slower={FORWARD: 1.1}, ratios={FORWARD: 1.1})
+    assert gated.run(gpu)[0] == 1
+    assert looked and len(gpu.asked) == 2
+    bare = WatchedGpu()
+    assert gated.run(bare, update=True)[0] == 0 and len(bare.asked) == 1
 
 
 # The gate on trial.

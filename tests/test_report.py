@@ -493,7 +493,7 @@ def test_numbers_as_people_read_them() -> None:
     assert in_unit(1.003, "ratio") == "1.003×" and in_unit(None, "ratio") == "–"
     assert in_unit(0.45, "reduction") == "45 %" and in_unit(0.484, "reduction", (0.48, 0.49)) == "48.4 % [48, 49]"
     assert in_unit(21.5, "validation perplexity") == "21.50"
-    assert plain("a\x1b[1m\r\nb\x00\ud800") == "a[1m\nb�"
+    assert plain("a\x1b[1m\r\nb\x00\ud800") == "a\nb�"
 
 
 def test_the_page_sorts_by_value_and_holds_every_row(tmp_path: Path) -> None:
@@ -523,8 +523,11 @@ def test_what_the_page_is_made_of_is_installed() -> None:
     assert "</" not in html._resource(html.SCRIPT), "would end the script's element"
 
 
-def test_a_reason_in_colours_does_no_harm(tmp_path: Path, command_line: CommandLine) -> None:
+def test_a_reason_in_colours_does_no_harm(
+    tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A compiler's escape sequences, through a real figure."""
+    monkeypatch.setattr(plots, "FIGURES", {"figure13_memory": plots.FIGURES["figure13_memory"]})
     where = {"environment": {"gpu": GPU, "driver": "1.2", "torch": "2.9", "triton": "3.5", "commit": "abcdef0123"}}
     row = failed("crashed", "\x1b[31mRuntimeError\x1b[0m: CUDA error", implementation="scattermoe", **where)
     store(tmp_path / "results", [row])

@@ -306,6 +306,21 @@ def test_a_file_that_is_held_is_closed_to_others(tmp_path: Path, monkeypatch: py
     assert ids(path) == ["a", "b", "c"] and not store._held
 
 
+def test_what_a_block_adds(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append(path, row(run_id="a"))
+    with store.additions(path) as added:
+        append(path, row(run_id="b"))
+        append(path, row(run_id="c"))
+        with pytest.raises(BlockingIOError), other_process(path):
+            pass
+        assert added == []
+    assert [one["run_id"] for one in added] == ["b", "c"] and not store._held
+    with store.additions(tmp_path / "none.jsonl") as added:
+        pass
+    assert added == [] and [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
 def test_holding_leaves_nothing_where_nothing_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
     with hold(path):

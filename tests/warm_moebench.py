@@ -56,7 +56,8 @@ class Popen(subprocess.Popen[Any]):
 
 def count_kills() -> int:
     """In place of the kernel's count: the files that those leave which play this death."""
-    return len(list(Path(os.environ["MOEBENCH_TEST_FOLDER"]).glob("oom-kill*")))
+    folder = os.environ.get("MOEBENCH_TEST_FOLDER")
+    return len(list(Path(folder).glob("oom-kill*"))) if folder else 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from harness import store
 from harness.claims.model import Interval, RowRef
 from harness.record import Row
 from harness.report.rows import UNNAMED, Stored, read
@@ -109,14 +110,14 @@ def _as_the_paper(row: Row) -> bool:
 
 
 class GpuRows:
-    """The rows of one GPU that are measured as the paper measures, oldest first."""
+    """The rows of one GPU that are measured as the paper measures, in the order of `harness.store.precedence`: where
+    several are of one measurement, the last of them counts."""
 
     def __init__(self, gpu: str, lines: list[Line]) -> None:
         self.gpu = gpu
         self.every = [line for line in lines if line.gpu == gpu]
         kept = [line for line in self.every if _as_the_paper(line.row)]
-        # Of equal times the one that stands later in its file is the newer.
-        kept.sort(key=lambda line: line.moment)
+        kept.sort(key=lambda line: store.precedence(line.row))
         self._index: dict[tuple[str, str, MoEShape], list[Line]] = {}
         for line in kept:
             self._index.setdefault((line.row["record"], line.row["operation"], line.shape), []).append(line)
@@ -135,7 +136,7 @@ class GpuRows:
         bound: str = "",
         rounded: int | None = None,
     ) -> list[Line]:
-        """Ratio rows of device times, oldest first, whatever their status.
+        """Ratio rows of device times, the one that counts last, whatever their status.
 
         Args:
             bound: the variant of `dense_bound` that the denominator computes.
@@ -169,7 +170,7 @@ class GpuRows:
         pass_: str | None = None,
         method: str = "top_k",
     ) -> list[Line]:
-        """Measurement rows, oldest first, whatever their status; of every pass where none is given."""
+        """Measurement rows, the one that counts last, whatever their status; of every pass where none is given."""
         return self._find(
             "measurement",
             operation,
@@ -222,7 +223,7 @@ def memory(lines: list[Line], sweep: str) -> Number | None:
 
 def failure(*groups: Sequence[Line]) -> str:
     """Why the newest row of the first group that fails now has no number that counts, in one line; empty where none
-    fails. A group is the rows of one point or of one implementation, oldest first."""
+    fails. A group is the rows of one point or of one implementation, the one that counts last."""
     for lines in groups:
         if not lines or lines[-1].row["status"] == "ok":
             continue

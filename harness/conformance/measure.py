@@ -13,7 +13,7 @@ from harness.conformance.checks import CHECKS, Subject, Verdict
 from harness.conformance.inputs import case_problem
 from harness.environment import environment
 from harness.interface import Implementation, Layer, Point
-from harness.measure import Context
+from harness.measure import Context, notes_of
 from harness.record import utc_now
 from harness.routing import routing_outcome
 
@@ -54,7 +54,7 @@ def conformance_rows(
             **base,
             "timestamp": utc_now(),
             "environment": environment(point.device, tuple(implementation.distributions)),
-            "notes": [*base.get("notes", ()), *layer.notes, *verdict.notes],
+            "notes": notes_of([layer], *base["notes"], *verdict.notes),
             "status": verdict.status,
             "reason": verdict.reason,
             "build_s": round(build_s, 3),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,8 @@ from harness.environment import environment, gpu_name, package_version
 from harness.interface import Implementation, Point
 from harness.operations import get_operation
 from harness.points import point_to_dict, row_fields
-from harness.process import (
-    WAIT_SLICE_S,
-    WorkerDied,
-    WorkerProcess,
-    WorkerStartError,
-    WorkerTimeout,
-    describe_exit,
-)
-from harness.record import SCHEMA_VERSION, RecordError, utc_now
+from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, side_by_side
+from harness.record import SCHEMA_VERSION, new_run_id, utc_now
 from harness.registry import code_hash, installed_reason, refusal
 from harness.runner import FAILED
 from harness.timing import TimingSettings
@@ -74,7 +66,7 @@ class Suite:
     run_id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.run_id = f"{utc_now()[:19].replace(':', '').replace('-', '')}-{uuid.uuid4().hex[:6]}"
+        self.run_id = new_run_id()
         self._machine = environment(self.device, (), initialise_cuda=False)
         self._gpu = gpu_name() if self.device == "cuda" else None
         self._stop = threading.Event()
@@ -88,7 +80,11 @@ class Suite:
         }
 
     def run(self) -> list[Row]:
-        """Meet every case; rows are in the file as soon as they exist, whatever ends the run."""
+        """Meet every case; rows are in the file as soon as they exist, whatever ends the run.
+
+        Raises:
+            WriteError: rows cannot be stored there.
+        """
         # More workers than implementations: each implementation's cases are dealt to several.
         each = max(1, self.jobs // max(len(self.implementations), 1))
         lanes = [
@@ -97,24 +93,8 @@ class Suite:
             for start in range(min(each, len(self.cases)))
         ]
         rows: list[Row] = []
-        if self.jobs == 1:
-            for lane in lanes:
-                self._run_lane(lane, rows.append)
-            return rows
-        # The threads only wait for their workers. A worker dies with the thread that started it, and each lane starts
-        # and ends its own.
-        with ThreadPoolExecutor(self.jobs) as pool:
-            left = {pool.submit(self._run_lane, lane, rows.append) for lane in lanes}
-            try:
-                while left:
-                    # In slices: a signal's handler runs only between two of them.
-                    ended, left = wait(left, WAIT_SLICE_S, FIRST_EXCEPTION)
-                    for task in ended:
-                        task.result()
-            except BaseException:
-                # Whoever asked for the end must not wait for a case, nor for a worker that has just been started.
-                self._stop.set()
-                raise
+        with store.hold(self.output):
+            side_by_side([partial(self._run_lane, lane, rows.append) for lane in lanes], self.jobs, self._stop)
         return rows
 
     def _run_lane(self, lane: Lane, keep: Callable[[Row], None]) -> None:
@@ -122,28 +102,16 @@ class Suite:
             for case in lane.cases:
                 if self._stop.is_set():
                     return
-                row = self._store(self._meet(lane, case))
+                row = store.keep(self.output, self._meet(lane, case))
                 keep(row)
                 self.on_row(row)
         finally:
             self._close(lane, patience_s=1.0)
 
-    def _start_worker(self, environment: Mapping[str, str] | None = None) -> WorkerProcess:
-        return WorkerProcess(environment, self._stop)
-
     def _close(self, lane: Lane, patience_s: float = 0.0) -> None:
         if lane.worker is not None:
             lane.worker.close(patience_s=patience_s)
             lane.worker = None
-
-    def _store(self, row: Row) -> Row:
-        try:
-            store.append(self.output, row)
-        except RecordError as error:
-            kept = {key: value for key, value in row.items() if key not in ("correctness", "build_s")}
-            row = {**kept, "status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
-            store.append(self.output, row)
-        return row
 
     def _base(self, implementation: Implementation, case: Case, point: Point) -> Row:
         where = (self._gpu or "no GPU") if self.device == "cuda" else "cpu"
@@ -198,13 +166,12 @@ class Suite:
             "settings": asdict(TimingSettings()),
             "alone": self.jobs == 1 and case.check != "cold_caches",
         }
-        if case.check == "cold_caches":
-            found = self._race(job, limit_s)
-        else:
+        found = self._race(job, limit_s) if case.check == "cold_caches" else None
+        while found is None:
             try:
-                lane.worker = lane.worker or self._start_worker()
+                lane.worker = lane.worker or WorkerProcess(stop=self._stop)
             except WorkerStartError as error:
-                return without_numbers("crashed", f"the worker process did not start: {error}")
+                return without_numbers(*_not_started(error))
             keep, found = outcome(lane.worker, job, limit_s)
             if not keep:
                 self._close(lane)
@@ -215,30 +182,35 @@ class Suite:
 
     def _race(self, job: dict[str, Any], limit_s: float) -> Row | tuple[str, str]:
         """The same job in two processes at once, whose compilers find empty caches in the same folders."""
-        with tempfile.TemporaryDirectory(prefix="moebench-cold-") as folder, ThreadPoolExecutor(2) as pool:
+        found: list[Row | tuple[str, str]] = []
+        with tempfile.TemporaryDirectory(prefix="moebench-cold-") as folder:
             caches = cold_caches(Path(folder))
 
-            def one(_: int) -> Row | tuple[str, str]:
+            def one() -> None:
                 try:
-                    worker = self._start_worker(caches)
+                    worker = WorkerProcess(caches, self._stop)
                 except WorkerStartError as error:
-                    return "crashed", f"the worker process did not start: {error}"
+                    found.append(_not_started(error))
+                    return
                 try:
-                    return outcome(worker, job, limit_s)[1]
+                    _, its = outcome(worker, job, limit_s)
                 finally:
                     worker.close(patience_s=0.0)
+                assert its is not None
+                found.append(its)
 
-            try:
-                found = list(pool.map(one, range(2)))
-            except BaseException:
-                self._stop.set()
-                raise
+            side_by_side([one, one], 2, self._stop)
         wrong = [one for one in found if isinstance(one, tuple) or one["status"] != "ok"]
         return wrong[0] if wrong else found[0]
 
 
-def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple[bool, Row | tuple[str, str]]:
-    """Run one job: is the worker still good, and its row, or (status, reason) where it gave none."""
+def _not_started(error: WorkerStartError) -> tuple[str, str]:
+    return "crashed", f"the worker process did not start: {error}"
+
+
+def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple[bool, Row | tuple[str, str] | None]:
+    """Run one job: is the worker still good, and its row, or (status, reason) where it gave none. None of both where
+    the worker died of what an earlier job had left in it: the job is to run again, in a fresh one."""
     row: Row | None = None
     failed: tuple[str, str] | None = None
     try:
@@ -249,12 +221,10 @@ def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple
                 failed = event["status"], f"while in {worker.phase}: {event['reason']}"
             elif event["event"] == "done":
                 return not event["poisoned"], failed or row or ("crashed", "the case ended without a row")
-    except WorkerTimeout:
-        return False, ("timeout", f"not finished after {limit_s:g} s, while in {worker.phase}")
+    except WorkerTimeout as late:
+        return False, worker.failure(late, limit_s)
     except WorkerDied as death:
-        tail = worker.log_tail()
-        reason = f"the worker died while in {worker.phase} ({describe_exit(death.exit_code)})"
-        return False, ("crashed", f"{reason}\n{tail}" if tail else reason)
+        return False, None if worker.died_before_job else worker.failure(death, limit_s)
     return False, ("crashed", "the worker's events ended")
 
 

@@ -98,8 +98,10 @@ def regress(
         out.print(f"wrote {path}: {count(len(made.points), 'point')}", highlight=False, soft_wrap=True, markup=False)
         return 0
     assert known is not None
-    rows = run.measure(replace(sweep, points=sweep.points * repeat, ratios=[]))
-    findings = judged(run, sweep, asked, known, given, rows)
+    # Until the second look is over, which another run must not keep this one from.
+    with store.hold(run.path):
+        rows = run.measure(replace(sweep, points=sweep.points * repeat, ratios=[]))
+        findings = judged(run, sweep, asked, known, given, rows)
     report = outputs.Report(
         gpu=gpu,
         path=_shown(path),
@@ -133,9 +135,8 @@ class Run:
 
     def measure(self, sweep: Sweep) -> dict[str, list[Row]]:
         """By identity, every new row, in order."""
-        before = len(store.read(self.path)[0]) if self.path.exists() else 0
-        run_sweep(self.out, sweep, self.registry, self.path, resume=False, dry_run=False)
-        rows = store.read(self.path)[0][before:] if self.path.exists() else []
+        with store.additions(self.path) as rows:
+            run_sweep(self.out, sweep, self.registry, self.path, resume=False, dry_run=False)
         found: dict[str, list[Row]] = defaultdict(list)
         for row in rows:
             if row["status"] not in MEASURED_STATUSES and row["measured_on"] == "cpu":

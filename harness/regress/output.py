@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,6 @@ SCHEMA = 1
 _MOST_KERNELS = 3
 #: Characters of a reason in a table; JSON and JUnit have all of it.
 _MOST_REASON = 300
-#: What XML 1.0 cannot hold even as an entity.
-_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
@@ -213,10 +210,6 @@ def _same(report: Report) -> list[Finding]:
     return sorted((one for one in report.findings if one.outcome == SAME), key=lambda one: one.what)
 
 
-def _xml(text: str) -> str:
-    return _NOT_XML.sub("\ufffd", plain(text))
-
-
 def junit(report: Report) -> str:
     """One test case for each point; its name is the point's, its class ``moebench.regress``."""
     failing = report.failing
@@ -232,19 +225,19 @@ def junit(report: Report) -> str:
     properties = ElementTree.SubElement(suite, "properties")
     facts = {"gpu": report.gpu, "baseline": report.path, "baseline made": report.baseline.made}
     for name, value in facts.items():
-        ElementTree.SubElement(properties, "property", {"name": name, "value": _xml(value)})
+        ElementTree.SubElement(properties, "property", {"name": name, "value": plain(value)})
     for found in [*failing, *report.notable, *_same(report)]:
-        case = ElementTree.SubElement(suite, "testcase", {"classname": "moebench.regress", "name": _xml(found.what)})
+        case = ElementTree.SubElement(suite, "testcase", {"classname": "moebench.regress", "name": plain(found.what)})
         if found.failing:
             changed = f" {_percent(_change(found))}" if found.now is not None and found.before is not None else ""
             reason = f": {found.reason}" if found.reason else ""
-            message = one_line(_xml(f"{found.outcome}{changed}{reason}"), _MOST_REASON)
+            message = one_line(plain(f"{found.outcome}{changed}{reason}"), _MOST_REASON)
             failure = ElementTree.SubElement(case, "failure", {"type": found.outcome, "message": message})
-            failure.text = _xml(_told(found))
+            failure.text = plain(_told(found))
         elif found.outcome != SAME:
-            ElementTree.SubElement(case, "system-out").text = _xml(_told(found))
+            ElementTree.SubElement(case, "system-out").text = plain(_told(found))
     if report.warnings:
-        ElementTree.SubElement(suite, "system-out").text = _xml("\n".join(report.warnings))
+        ElementTree.SubElement(suite, "system-out").text = plain("\n".join(report.warnings))
     ElementTree.indent(suites)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 

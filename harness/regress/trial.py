@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 
 from harness import regress as gate
+from harness import store
 from harness.errors import UserError
 from harness.record import Row, gpu_slug
 from harness.registry import PLUGINS_VARIABLE
@@ -200,7 +201,8 @@ def _main(
     sweep = gate.load_sweep(gate.SWEEP, registry)
     out = Console(stderr=True)
     run = gate.Run(out, registry, results_folder(output) / f"{gate.SWEEP}.jsonl")
-    found = trial(Trial(run, sweep, gate.asked_of(sweep), known), gates, tries, slowdown / 100, shape)
+    with store.hold(run.path):
+        found = trial(Trial(run, sweep, gate.asked_of(sweep), known), gates, tries, slowdown / 100, shape)
     made = {"gpu": gpu, "baseline": {"made": known.made, "environment": known.environment}}
     where = gate.environment("cuda")
     made["environment"] = {key: where.get(key) for key in (*baselines.ENVIRONMENT, "dirty")}

@@ -72,8 +72,7 @@ def _check_method(rows: Mapping[str, Sequence[Row]], threshold: Threshold) -> No
         if row["record"] != "ratio" or not is_a_a(row):
             continue
         if row["status"] != "ok":
-            reason = " ".join(str(row.get("reason") or "").split())
-            raise UserError(f"no baseline written: {row['numerator']} against itself: {row['status']}: {reason}")
+            raise UserError(f"no baseline written: {row['numerator']} against itself: {row['status']}: {row['reason']}")
         if abs(row["value"] - 1.0) > threshold.fraction:
             text = f"{row['numerator']} against itself is {row['value']:.3f}, beyond the threshold {threshold}"
             raise UserError(f"no baseline written: {text}; is something else on the GPU?")
@@ -82,7 +81,7 @@ def _check_method(rows: Mapping[str, Sequence[Row]], threshold: Threshold) -> No
 def _baseline_point(one: Asked, rows: Mapping[str, Sequence[Row]], own: Threshold | None) -> BaselinePoint:
     now = combine(rows.get(one.key, ()))
     if not isinstance(now, Now):
-        raise UserError(f"no baseline written: {one.what}: {' '.join(': '.join(now).split())}")
+        raise UserError(f"no baseline written: {one.what}: {': '.join(now)}")
     if now.unstable:
         raise UserError(f"no baseline written: {one.what}: unstable: {' '.join(now.unstable.split())}")
     reference = None

@@ -15,7 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.report.text import one_line, plain
+from harness.errors import describe
+from harness.report.text import one_line
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _HREFS = ("{http://www.w3.org/1999/xlink}href", "href")
@@ -53,7 +54,7 @@ def _draw(results: Path, output: Path, name: str) -> tuple[list[Path], str]:
     try:
         written, _ = plots.draw(results, output, [name])
     except Exception as error:
-        return [], plain(one_line(f"figure {name} was not drawn: {type(error).__name__}: {error}", 300))
+        return [], one_line(f"figure {name} was not drawn: {describe(error)}", 300)
     return written, ""
 
 

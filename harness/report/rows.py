@@ -137,11 +137,11 @@ def sweep_point_key(stored: Stored) -> str:
 
 
 def latest(rows: Iterable[Stored], key: Callable[[Stored], str] = point_key) -> list[Stored]:
-    """The last row of each point (`harness.store.supersedes`), in the order of their first appearance."""
+    """The last row of each point (`harness.store.precedence`), in the order of their first appearance."""
     newest: dict[str, Stored] = {}
     for stored in rows:
         name = key(stored)
-        if name not in newest or store.supersedes(stored.row, newest[name].row):
+        if name not in newest or store.precedence(stored.row) >= store.precedence(newest[name].row):
             newest[name] = stored
     return list(newest.values())
 

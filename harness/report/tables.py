@@ -303,7 +303,7 @@ def repeated(rows: Sequence[Stored]) -> Table:
             groups.setdefault(point_key(stored), []).append(stored)
     pairs = []
     for group in groups.values():
-        group.sort(key=lambda stored: stored.row["timestamp"])
+        group.sort(key=lambda stored: store.precedence(stored.row))
         if len(group) > 1:
             pairs.append((group[-2], group[-1]))
     return Table(

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from typing import Any
+
+from harness.errors import printable
 
 #: What stands where there is no value.
 NONE = "–"
-_BIDI = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
 
 
 def plain(value: Any) -> str:
-    """Text from a row or a plugin as text that does nothing but stand there: no control characters (a terminal would
-    obey them), nothing that turns the direction of writing, nothing that UTF-8 cannot hold. None gives ""."""
-    if value is None:
-        return ""
-
-    def safe(character: str) -> str:
-        if character in "\n\t":
-            return character
-        kind = unicodedata.category(character)
-        if kind == "Cs":
-            return "\ufffd"
-        return "" if kind == "Cc" or character in _BIDI else character
-
-    return "".join(map(safe, str(value).replace("\r\n", "\n").replace("\r", "\n"))).strip()
+    """A value from a row or a plugin as text that does nothing but stand there (`printable`). None gives ""."""
+    return "" if value is None else printable(str(value)).strip()
 
 
 def one_line(text: str, most: int = 0) -> str:
-    """The text with every run of white space as one space, cut to ``most`` characters (0: not at all)."""
+    """Text that is fit to be shown with every run of white space as one space, cut to ``most`` characters (0: not at
+    all)."""
     line = " ".join(text.split())
     return line if not most or len(line) <= most else line[: most - 1].rstrip() + "…"
 

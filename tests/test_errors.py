@@ -1,0 +1,49 @@
+"""What others have written, made fit to be shown."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+import pytest
+from hostile import SAME, TEXTS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import UserError, describe, printable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\r\nc\rd\n", "a\tb\nc\nd\n"),
+        ("\x1b[1;31mred\x1b[0m, \x1b]0;title\x07", "red, \ufffd]0;title\ufffd"),
+        ("\ud83d\udcff halves, \ufffe none", "\ufffd halves, \ufffd none"),
+        ("\u202egnp.exe\u2066", "\ufffdgnp.exe\ufffd"),
+        # A space that does not break, a soft hyphen, a joined family: all that they do is to stand there.
+        ("5\xa0%, Band\xadbreite, 👨‍👩‍👧", "5\xa0%, Band\xadbreite, 👨‍👩‍👧"),
+    ],
+)
+def test_what_does_more_than_stand_there_is_replaced(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@SAME
+@given(st.one_of(st.text(), st.sampled_from(TEXTS)))
+def test_whatever_it_is_utf8_and_xml_hold_it(text: str) -> None:
+    shown = printable(text)
+    assert ElementTree.fromstring(f"<a>{escape(shown)}</a>").text == (shown or None)
+    assert printable(shown) == shown and shown.encode().decode() == shown
+    assert str(UserError(text)).isprintable()
+
+
+def test_an_exception_is_one_line() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert describe(Mute()) == "Mute" and describe(KeyError()) == "KeyError"
+    assert describe(ValueError("two\n lines \x1b[31mred")) == "ValueError: two lines red"
+    assert (
+        describe(RuntimeError("CUDA error\nException raised from f at x.cpp:1\n#0 0x1")) == "RuntimeError: CUDA error"
+    )
