@@ -300,7 +300,7 @@ def train(
     from harness.training.command import train as run_training
 
     global _kept
-    _kept = "; run it again to continue from its last checkpoint, if it wrote any"
+    _kept = "; continue from its last checkpoint, if it wrote any, with --resume"
     changes = {
         "implementation": implementation,
         "routing": routing,

@@ -34,6 +34,7 @@ from plots.token_rounding_series import (
     measurements,
     method_label,
     moved,
+    paying,
     prediction,
     speedups,
     throughput,
@@ -195,6 +196,8 @@ class _Figure:
         self.cut = self.any_moved = self.any_failed_bar = False
         #: (panels, height in inches): each panel a function of its axes.
         self.lines: list[tuple[list[Callable[[Axes], None]], float]] = []
+        #: A sentence for each pass and distribution: where rounding pays.
+        self.paying: list[str] = []
         self._rows()
         self._gpu_rows()
 
@@ -293,10 +296,27 @@ class _Figure:
                 for key in keys
             }
             self.methods |= {method for (_, (_, _, method)) in ratios}
+            self._note_paying(family, ratios, distribution)
             expected = {direction: prediction(self.everything, family, distribution, direction) for direction in passes}
             self.lines.append((
                 [self._ratio_panel(family, ratios, direction, distribution, expected) for direction in passes], 1.85
             ))  # fmt: skip
+
+    def _note_paying(
+        self, family: Family, ratios: Mapping[tuple[str, tuple[str, str, str]], list[Point]], distribution: str
+    ) -> None:
+        """Where each series of (d) begins to pay and where it ends, for the caption; series that agree together."""
+        for direction in dict.fromkeys(direction for direction, _ in ratios):
+            where: dict[str, list[str]] = {}
+            for (when, (name, operation, method)), points in ratios.items():
+                if when == direction and any(not math.isnan(point.value) for point in points):
+                    what = style.label(name, self.labels) if method == "nearest" else method_label(method)
+                    what += " with the rounding's own time" if operation == "moe_layer" else ""
+                    where.setdefault(paying(points, family.K), []).append(what)
+            texts = [f"{places}, {' and '.join(series)}" for places, series in where.items()]
+            if texts:
+                when = f"{PASSES.get(direction, direction).capitalize()}, {_words(distribution, short=True)}"
+                self.paying.append(f"{when}: {'; '.join(texts)}")
 
     def _throughput_panel(
         self, family: Family, lines: Mapping[tuple[str, str, str, str], tuple[list[Point], list[Point]]],
@@ -417,6 +437,11 @@ class _Figure:
                 "with the FLOPs of top-K's padded rows, but for the weight gradients (half of the backward's): they "
                 "contract over rows in shorter steps, whose padding is left out. Filled: the experts. The "
                 f"paper's claim at high sparsity: {claim:.2f}×."
+            )
+            sparsities = [experts / self.timed.K for experts in self.timed.experts]
+            texts.append(
+                f"Where rounding begins and ends to pay (d's interval above 1), of E / K from {sparsities[0]:g} to "
+                f"{sparsities[-1]:g}. {'. '.join(self.paying)}."
             )
         if self.left:
             drawn = self.counted or self.timed

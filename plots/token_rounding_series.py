@@ -278,6 +278,22 @@ def speedups(
     return points
 
 
+def paying(points: Iterable[Point], k: int) -> str:
+    """At which sparsities E / K a speed-up's whole interval lies above 1, such as ``8 to 64``: runs of neighbours among
+    the measured ones. A point without a number ends a run."""
+    runs: list[list[int]] = []
+    goes_on = False
+    for point in points:
+        pays = point.low > 1.0
+        if pays and goes_on:
+            runs[-1].append(point.experts)
+        elif pays:
+            runs.append([point.experts])
+        goes_on = pays
+    texts = [" to ".join(f"{e / k:g}" for e in dict.fromkeys((run[0], run[-1]))) for run in runs]
+    return ", ".join(texts) or "nowhere"
+
+
 #: Share of a pass' FLOPs in GEMMs whose tiles lie over rows: all but the weight gradients, which contract over rows in
 #: steps shorter than the tile; that padding, about half as much, is left out, so the prediction is on the low side. Of
 #: 3, 6 and 9 GEMMs of n·d for each row these are 3, 3 and 6 (`harness.costs`).

@@ -246,6 +246,20 @@ def test_the_speed_up_is_per_routed_row() -> None:
     assert math.isnan(points[1].value)
 
 
+def test_where_rounding_begins_and_ends_to_pay_is_said() -> None:
+    def points(*lows: float) -> list[series.Point]:
+        return [series.Point(8 << i, low + 0.01, low, low + 0.02) for i, low in enumerate(lows)]
+
+    assert series.paying(points(0.99, 1.01, 1.02), 4) == "4 to 8"
+    assert series.paying(points(1.01, 0.995, 1.02, 1.03, 1.0), 4) == "2, 8 to 16"
+    assert series.paying(points(1.01, math.nan, 1.02, math.nan), 4) == "2, 8"
+    assert series.paying(points(0.9, 1.0), 4) == "nowhere"
+    rows = [*accounts(), *(ratio(e, value=value) for e, value in ((16, 0.9), (32, 1.3), (64, 1.4)))]
+    caption = " ".join(" ".join(figure._Figure(table.one_gpu(rows)).caption(400)).split())
+    label = style.label("sonicmoe_triton")
+    assert f"of E / K from 4 to 16. Forward, uniform: 8 to 16, {label}." in caption
+
+
 def test_row_counts_of_a_ratio_without_them_come_from_other_rows() -> None:
     args = FAMILY, "sonicmoe_triton", "moe_layer", "nearest", "uniform", "forward"
     bare = ratio(16, value=1.2, operation="moe_layer", counted=False)
