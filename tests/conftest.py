@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ from harness.interface import Layer, LayerSpec, Point, Problem, RoutingSpec
 from harness.problem import make_problem
 from harness.routing import router_scores
 from harness.shapes import MoEShape
+
+if TYPE_CHECKING:
+    from fake_conformance import StubWorker
+    from fake_gate import Gate
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE_PLUGINS = Path(__file__).resolve().parent / "fake_plugins"
@@ -229,3 +234,31 @@ def _what_was_imported_stays() -> None:
 def _one_thread() -> None:
     """The tests run side by side on few cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """The regression gate with a fake GPU and without a baseline."""
+    from fake_gate import Gate
+
+    return Gate(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def gated(bare: Gate) -> Gate:
+    """The same with the baseline of an ordinary run."""
+    assert bare.run(update=True)[0] == 0
+    return bare
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubWorker]:
+    """The conformance suite's workers do as they are told, and well unless they are."""
+    from fake_conformance import StubWorker
+
+    from harness.conformance import suite
+
+    StubWorker.started = []
+    monkeypatch.setattr(StubWorker, "does", staticmethod(lambda job: {}), raising=False)
+    monkeypatch.setattr(suite, "WorkerProcess", StubWorker)
+    return StubWorker
