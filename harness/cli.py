@@ -291,12 +291,19 @@ def train(
     ] = None,
     output: RowsFolder = None,
     against: Annotated[
-        str, typer.Option(help="NAME or NAME:ROUTING: compare steps in turns, time of that one / of this one.")
+        str,
+        typer.Option(
+            help="NAME, NAME:ROUTING, or alone (each process by itself): steps in turns, time of that / of this one."
+        ),
     ] = "",
     rounds: Annotated[int, typer.Option(help="Of --against.")] = 6,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent process counts as lost.")] = 600.0,
 ) -> None:
     """Train an MoE language model; under torchrun one process for each GPU (torchrun ... -m harness.cli train ...)."""
+    # With 16 bytes a parameter a large model leaves no room for fragments. torch reads either name, when it is imported
+    # or first allocates; what the user has set stays, under both.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from harness.training.command import train as run_training
 
     global _kept

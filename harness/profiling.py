@@ -39,6 +39,24 @@ def union_ns(intervals: Sequence[KernelInterval]) -> int:
     return total
 
 
+def communication_shares(kernels: Sequence[KernelInterval]) -> tuple[float, float] | None:
+    """Of the time from the first kernel's start to the last one's end, the share in which a communication kernel runs,
+    and the share in which one runs and nothing else does (exposed). None without kernels.
+
+    Communication kernels are NCCL's, known by their name; their waiting for another process counts. Everything else
+    is not: copies and fills, and the kernels by which FSDP-2 casts and copies into and out of what is gathered, which a
+    single process runs too.
+    """
+    if not kernels:
+        return None
+    span = max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
+    others = [kernel for kernel in kernels if "nccl" not in kernel.name.lower()]
+    communicating = union_ns([kernel for kernel in kernels if "nccl" in kernel.name.lower()])
+    # What the union of all has beyond that of the others is where communication runs alone.
+    exposed = union_ns(kernels) - union_ns(others)
+    return (communicating / span, exposed / span) if span else None
+
+
 def kernels_in_windows(events: Sequence[Any], order: Sequence[str]) -> dict[str, list[KernelInterval]]:
     """The kernels that ran in each window.
 
@@ -84,6 +102,18 @@ def profile(run: Callable[[], None]) -> list[Any]:
     return list(results.kineto_results.events())
 
 
+@contextmanager
+def window(name: str, order: list[str]) -> Iterator[None]:
+    """What runs inside, between two markers, under `profile`; ``order`` receives the name."""
+    torch.cuda.synchronize()
+    order.append(name)
+    torch.cuda._sleep(_MARKER_CYCLES)
+    yield
+    # Kernels on other streams belong to the window too.
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_MARKER_CYCLES)
+
+
 class WindowedCalls:
     """Forward and backward of a layer, each in a window of its own, for use under `profile`.
 
@@ -104,13 +134,8 @@ class WindowedCalls:
     @contextmanager
     def _window(self, pass_: str, index: int) -> Iterator[None]:
         self._evict()
-        torch.cuda.synchronize()
-        self._order.append(f"{self.tag}:{pass_}:{index}")
-        torch.cuda._sleep(_MARKER_CYCLES)
-        yield
-        # Kernels on other streams belong to the window too.
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_MARKER_CYCLES)
+        with window(f"{self.tag}:{pass_}:{index}", self._order):
+            yield
 
     def __call__(self, index: int) -> Sample:
         problem = self._problems[index % len(self._problems)]

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from harness.documents import DEPTH, LONE, beyond
 from harness.errors import UserError
@@ -65,7 +65,8 @@ class TimeSummary(TypedDict, total=False):
 
 class Training(TypedDict):
     """A training step's numbers: rates, model FLOPs utilisation (None: no peak is known), processes, layers, steps of
-    the run, the last one's loss and that of the validation after it in nats a token (None: there was none)."""
+    the run, the last one's loss and that of the validation after it in nats a token (None: there was none); of several
+    processes on GPUs the shares of a step with communication, and with nothing but communication."""
 
     tokens_per_s: float
     tokens_per_day_per_gpu: float
@@ -75,6 +76,8 @@ class Training(TypedDict):
     steps: int
     loss: float
     validation_loss: float | None
+    communication: NotRequired[float]
+    exposed_communication: NotRequired[float]
 
 
 class MemoryBytes(TypedDict, total=False):
@@ -221,6 +224,7 @@ TYPES: dict[str, str] = {
             build_s value kernels.calls kernels.us costs.floor_share latency_ms.median latency_ms.p05 latency_ms.p95
             device_ms.median busy_ms.median tflops.host tflops.device tflops.hardware gb_per_s.host gb_per_s.device
             training.tokens_per_s training.tokens_per_day_per_gpu training.mfu training.loss training.validation_loss
+            training.communication training.exposed_communication
         """,
         "object": """
             shape layer routing problem correctness correctness.relative_l2 correctness.worst_token_or_expert
@@ -504,6 +508,8 @@ def _status_rules(row: Mapping[str, Any], record: str) -> list[str]:
         problems += [f"{field}: status {status} carries no performance numbers" for field in present]
         return problems
     if record == "ratio":
+        if row.get("denominator_variant") is not None and row["denominator_variant"] == row.get("variant"):
+            problems.append(f"denominator_variant {_shown(row['variant'])}: is there only where it is another variant")
         problems += [f"{field}: missing" for field in _RATIO_NUMBERS if row.get(field) is None]
     measured_on = row.get("measured_on")
     environment = row.get("environment")
@@ -596,6 +602,8 @@ def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
 
 #: Of a training step: no peak rate is known, nothing was evaluated.
 _MAY_BE_UNKNOWN = ("mfu", "validation_loss")
+#: Of several processes on GPUs, both or neither.
+_COMMUNICATION = ("communication", "exposed_communication")
 
 
 def _training(row: Mapping[str, Any]) -> list[str]:
@@ -605,17 +613,25 @@ def _training(row: Mapping[str, Any]) -> list[str]:
         return ["training: missing"] if expected else []
     if not step:
         return ["training: belongs to the operation training_step only"]
-    if set(table) != set(Training.__annotations__):
-        return [f"training: must be an object with {', '.join(Training.__annotations__)}"]
-    problems = [
-        f"training.{key}: missing" for key, value in table.items() if value is None and key not in _MAY_BE_UNKNOWN
-    ]
+    needed = [key for key in Training.__annotations__ if key not in _COMMUNICATION]
+    if set(table) - set(_COMMUNICATION) != set(needed):
+        return [f"training: must be an object with {', '.join(needed)}; may have {', '.join(_COMMUNICATION)}"]
+    problems = [f"training.{key}: missing" for key in needed if table[key] is None and key not in _MAY_BE_UNKNOWN]
     for key in ("tokens_per_s", "tokens_per_day_per_gpu", "mfu"):
         if table[key] is not None and table[key] <= 0:
             problems.append(f"training.{key} {table[key]!r}: must be greater than zero")
     for key in ("world_size", "layers", "steps"):
         if table[key] is not None and table[key] < 1:
             problems.append(f"training.{key} {table[key]!r}: must be at least 1")
+    share, exposed = (table.get(key) for key in _COMMUNICATION)
+    if share is not None or exposed is not None:
+        if share is None or exposed is None or not 0 <= exposed <= share <= 1:
+            problems.append(
+                f"training.communication {share!r}, training.exposed_communication {exposed!r}: must be shares of the "
+                "step, the second within the first"
+            )
+        if table["world_size"] == 1 or row.get("measured_on") != "cuda":
+            problems.append("training.communication: belongs to several processes on GPUs")
     return problems
 
 

@@ -15,7 +15,14 @@ from harness.correctness import forward_backward
 from harness.interface import Layer, Problem
 from harness.measure import Built, Context, _graph_samples, _instability, _named
 from harness.operations import MoELayer
-from harness.profiling import KernelInterval, breakdown, busy_samples, kernels_in_windows, union_ns
+from harness.profiling import (
+    KernelInterval,
+    breakdown,
+    busy_samples,
+    communication_shares,
+    kernels_in_windows,
+    union_ns,
+)
 from harness.statistics import ratio_interval
 from harness.timing import (
     CpuCalls,
@@ -79,6 +86,32 @@ def spans(*pairs: tuple[int, int]) -> list[KernelInterval]:
 )
 def test_union(intervals: tuple[tuple[int, int], ...], length: int) -> None:
     assert union_ns(spans(*intervals)) == length
+
+
+GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_ReduceScatter"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "shares"),
+    [
+        ((), None),
+        (((GATHER, 5, 5),), None),  # no time
+        ((("gemm", 0, 100),), (0, 0)),
+        (((GATHER, 0, 100),), (1, 1)),
+        (((GATHER, 0, 50), ("gemm", 50, 100)), (0.5, 0.5)),
+        (((GATHER, 20, 60), ("gemm", 0, 100)), (0.4, 0)),  # hidden
+        (((GATHER, 0, 60), ("gemm", 40, 100)), (0.6, 0.4)),
+        # Two on streams of their own, over each other and over two kernels that follow one another with a gap.
+        (((GATHER, 0, 40), (SCATTER, 30, 70), ("gemm", 10, 35), ("norm", 45, 100)), (0.7, 0.2)),
+        # Neither idleness nor copies and fills, by which FSDP-2 casts too, are exposed communication.
+        (((GATHER, 0, 50), ("Memcpy DtoD (Device -> Device)", 0, 20), ("Memset (Device)", 20, 30)), (1, 0.4)),
+        (((GATHER, 0, 20), ("gemm", 60, 100)), (0.2, 0.2)),
+        ((("gemm", 1000, 1100), (GATHER, 1050, 1200)), (0.75, 0.5)),  # in any order, from any moment
+    ],
+)
+def test_shares_of_communication(kernels: tuple[tuple[str, int, int], ...], shares: tuple[float, float] | None) -> None:
+    found = communication_shares([KernelInterval(*kernel) for kernel in kernels])
+    assert found == (None if shares is None else pytest.approx(shares))
 
 
 def test_kernels_belong_to_the_window_in_which_they_start() -> None:

@@ -24,9 +24,11 @@ COMPUTE = Compute(block=0.02, rest=0.05, forward_share=1 / 3, how="made up")
 
 
 def row(layers: int, seconds: float, world: int = 1, micro_batches: int = 2) -> dict[str, Any]:
-    tokens = micro_batches * SEVEN.shape.T * world
-    training = {"world_size": world, "layers": layers, "tokens_per_s": tokens / seconds}
-    return {"latency_ms": {"median": seconds * 1e3}, "training": training}
+    """Of so many micro-batches on each GPU."""
+    rate = micro_batches * SEVEN.shape.T * world / seconds
+    training = {"world_size": world, "layers": layers, "tokens_per_s": rate}
+    training["tokens_per_day_per_gpu"] = rate * 86_400 / world
+    return {"latency_ms": {"median": seconds * 1e3}, "training": training, "variant": f"{layers}, {world}"}
 
 
 def optimiser(layers: int) -> float:
@@ -74,6 +76,31 @@ def test_bounds_enclose_the_projection(gpus: int) -> None:
     its = project(SEVEN, COMPUTE, gpus, GPU)
     assert its.bounds[0] <= its.tokens_per_day <= its.bounds[1] and 0 <= its.exposed < 1
     assert its.state_bytes == 16 * costs.parameters(SEVEN) / gpus
+
+
+def test_the_check_goes_by_steps_of_the_same_layers_and_micro_batches() -> None:
+    own = replace(SEVEN, layers=8, batch=2 * 3 * 6)
+    alone = row(8, 3 * 0.5 + optimiser(8), micro_batches=3)
+    compute = compute_of([alone], SEVEN, GPU)
+    expected = project(own, compute, 2, GPU)
+    together = row(8, 6 * SEVEN.shape.T * 86_400 / expected.tokens_per_day, world=2, micro_batches=3)
+    together["training"]["exposed_communication"] = 0.034
+    # Others of one process, by which the same steps would take twice as long.
+    others = [row(8, 2 * 1.0 + optimiser(8)), row(4, 2 * 0.6 + optimiser(4))]
+    for rows in ([alone, together], [*others, alone, together], [together, alone, *others]):
+        [line] = projection.check(rows, SEVEN, GPU, Links())
+        assert "8, 2: projected / measured = 1.000;" in line
+        assert f"exposed communication {expected.exposed:.1%} projected, 3.4% measured" in line
+    del together["training"]["exposed_communication"]
+    [line] = projection.check([*others, together], SEVEN, GPU, Links())
+    assert "measured = 1.000" not in line and line.endswith("projected, not measured")
+    assert projection.check([alone], SEVEN, GPU, Links()) == []
+
+
+def test_steps_of_the_same_layers_count_once() -> None:
+    rows = [row(8, seconds + optimiser(8), micro_batches=1) for seconds in (0.5, 0.6, 5.0)]
+    compute = compute_of(rows, SEVEN, GPU)
+    assert 8 * compute.block + compute.rest == pytest.approx(0.6)
 
 
 def test_what_cannot_be_projected() -> None:

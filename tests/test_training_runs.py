@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from conftest import MoeBench
 from torch import Tensor
-from training_runs import EVERY, STEPS, train, train_together
+from training_runs import EVERY, STEPS, first_step_alone, train, train_together
 
 from harness import store
 from harness.errors import UserError
@@ -185,6 +186,46 @@ def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path)
     assert low <= ratio["value"] <= high
 
 
+def test_all_processes_against_each_alone(tmp_path: Path) -> None:
+    codes, said = train_together(tmp_path, against="alone", rounds=2)
+    assert codes == [0, 0], said
+    rows, problems = store.read(tmp_path / "training.jsonl")
+    assert not problems
+    alone, together, ratio = rows
+    assert [row["record"] for row in rows] == ["measurement", "measurement", "ratio"]
+    assert alone["variant"] == "tiny, 2 layers, 4 sequences, 11 steps, 1 process"
+    assert together["variant"] == "tiny, 2 layers, 8 sequences, 11 steps, 2 processes"
+    assert (ratio["variant"], ratio["denominator_variant"]) == (alone["variant"], together["variant"])
+    assert ratio["numerator"] == ratio["denominator"] == "sonicmoe_torch" and ratio["samples"] == 2
+    assert ratio["ci95"][0] <= ratio["value"] <= ratio["ci95"][1]
+    for row, world in ((alone, 1), (together, 2)):
+        assert row["latency_ms"]["samples"] == 16 and row["training"]["world_size"] == world
+        per_step = row["latency_ms"]["median"] / 1e3
+        assert row["training"]["tokens_per_s"] == pytest.approx(4 * world * 64 / per_step)
+        assert "communication" not in row["training"]  # on a CPU
+
+
+def test_a_process_alone_waits_for_no_other(alone: Path, tmp_path: Path) -> None:
+    codes, said = train_together(tmp_path, run=first_step_alone)
+    assert codes == [0, 0], said
+    assert float((tmp_path / "loss").read_text()) == pytest.approx(float(losses(alone)[0]), abs=1e-5)
+
+
+def test_the_allocator_leaves_no_fragments(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for given in ({}, {names[0]: "backend:native"}, {names[1]: "backend:native"}):
+        for name in names:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        refused(command_line, tmp_path, "huge")
+        found = {name: os.environ[name] for name in names if name in os.environ}
+        assert found == (given or {names[0]: "expandable_segments:True"})
+
+
 def refused(command_line: CommandLine, tmp_path: Path, *arguments: object) -> str:
     """The one line of a run that ends with exit code 2."""
     code, _, error = command_line("train", *arguments, "--output", tmp_path, "--device", "cpu")
@@ -245,6 +286,7 @@ def test_a_checkpoint_of_another_configuration(alone: Path, command_line: Comman
         (("tiny", "--layers", 0), "layers = 0 must be at least 1"),
         (("tiny", "--corpus", "no/such"), "pip install -e '.[training]'"),
         (("tiny", "--timeout", 0), "--timeout 0"),
+        (("tiny", "--against", "alone"), "needs several processes"),
     ],
 )
 def test_what_cannot_be_trained(

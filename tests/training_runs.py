@@ -8,29 +8,53 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from harness.registry import default_registry
 from harness.training import command, loop
+from harness.training.config import load_config
+from harness.training.processes import process_group
 
 #: Steps of the runs that are compared, and between their checkpoints.
 STEPS, EVERY = 60, 16
 HANG_S = 240.0
 
 
-def train(folder: Path, configuration: str = "tiny", resume: bool = False, **changes: Any) -> None:
+def train(
+    folder: Path,
+    configuration: str = "tiny",
+    resume: bool = False,
+    device: str = "cpu",
+    against: str = "",
+    rounds: int = 2,
+    **changes: Any,
+) -> None:
     """One run, in this process; rows and curves go into the folder."""
     torch.set_num_threads(1)
     changes = {"steps": STEPS, "checkpoint_every": EVERY, **changes}
-    command.train(
-        Console(file=io.StringIO()), configuration, changes, "cpu", folder / "run", folder, resume, timeout_s=60.0
-    )
+    out, run = Console(file=io.StringIO()), folder / "run"
+    command.train(out, configuration, changes, device, run, folder, resume, 60.0, against, rounds)
 
 
-def _process(rank: int, world: int, port: int, kill: int | None, said: Any, folder: Path, changes: Any) -> None:
+def first_step_alone(folder: Path) -> None:
+    """Of two processes the first one takes a step alone, and writes its loss; the other takes none."""
+    torch.set_num_threads(1)
+    config = load_config("tiny")
+    with process_group("cpu", 30.0) as place:
+        alone = place.alone(30.0)
+        if place.rank == 0:
+            trainer = loop.Trainer(config, default_registry().get(config.implementation), alone)
+            (folder / "loss").write_text(str(trainer.step(0)["loss"]))
+
+
+def _process(
+    rank: int, world: int, port: int, kill: int | None, said: Any, run: Callable[..., None], folder: Path, changes: Any
+) -> None:
     os.environ.update(
         GLOO_SOCKET_IFNAME="lo",
         RANK=str(rank),
@@ -49,16 +73,16 @@ def _process(rank: int, world: int, port: int, kill: int | None, said: Any, fold
 
         loop.Trainer.step = dies  # type: ignore[method-assign]
     try:
-        train(folder, **changes)
+        run(folder, **changes)
     except Exception as error:
         said.put((rank, type(error).__name__, str(error)))
         sys.exit(2)
 
 
 def train_together(
-    folder: Path, world: int = 2, kill: int | None = None, **changes: Any
+    folder: Path, world: int = 2, kill: int | None = None, run: Callable[..., None] = train, **changes: Any
 ) -> tuple[list[int | None], list[tuple[int, str, str]]]:
-    """Several processes train; with ``kill``, the last one is killed when it comes to this step (from 0).
+    """Several processes train (or ``run``); with ``kill``, the last one is killed when it comes to this step (from 0).
 
     Returns:
         Exit codes by rank, and what the processes raised: (rank, exception's name, message).
@@ -70,7 +94,8 @@ def train_together(
         port = free.getsockname()[1]
     said = context.Queue()
     processes = [
-        context.Process(target=_process, args=(rank, world, port, kill, said, folder, changes)) for rank in range(world)
+        context.Process(target=_process, args=(rank, world, port, kill, said, run, folder, changes))
+        for rank in range(world)
     ]
     for process in processes:
         process.start()

@@ -16,6 +16,8 @@ from harness.session import results_folder
 from harness.training.config import Config, load_config
 from harness.training.processes import environment_rank
 
+#: ``--against``: what one process does without the others.
+ALONE = "alone"
 #: So long a process keeps quiet about what the first one may have found as well, and said.
 PATIENCE_S = 3.0
 
@@ -56,7 +58,9 @@ def train(
             if rounds < 1:
                 raise UserError(f"--rounds {rounds}: must be at least 1")
             name, _, routing = against.partition(":")
-            other = replace(config, implementation=name, routing=routing or config.routing)
+            other = None
+            if against != ALONE:
+                other = replace(config, implementation=name, routing=routing or config.routing)
             pairs.compare(out, config, other, device=device, rows_folder=folder, rounds=rounds, timeout_s=timeout_s)
             return
         place = run_folder or folder / "training" / run_name(config)

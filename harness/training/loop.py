@@ -22,6 +22,7 @@ from harness.compilation import CompilationCounter, watch_triton
 from harness.environment import GpuMonitor
 from harness.errors import UserError
 from harness.interface import Implementation
+from harness.profiling import communication_shares, kernels_in_windows, profile, window
 from harness.registry import load_registry
 from harness.timing import clock_fields
 from harness.training import checkpoints, rows
@@ -60,14 +61,19 @@ class Trainer:
         UserError: the implementation cannot be trained so, or the corpus does not serve.
     """
 
-    def __init__(self, config: Config, plugin: Implementation, place: Place) -> None:
+    def __init__(self, config: Config, plugin: Implementation, place: Place, corpus: Corpus | None = None) -> None:
+        """
+        Args:
+            corpus: where this process takes its micro-batches from; None: its part of the configuration's.
+        """
         self.config, self.plugin, self.place = config, plugin, place
-        self.corpus: Corpus = open_corpus(config, place.rank, place.world)
+        self.corpus: Corpus = corpus or open_corpus(config, place.rank, place.world)
         sharding = Sharding(place, config.dtype)
         self.model = Transformer(config, plugin, place.device, wrap=sharding)
         sharding(self.model)
         self.optimiser = make_optimiser(self.model, config)
         self.times = Times()
+        self.notes = [*self.model.notes, f"corpus {config.corpus}"]
 
     def step(self, number: int, counts: bool = True) -> dict[str, Any]:
         """One step: data, forward and backward of each micro-batch, clipping, update.
@@ -103,7 +109,7 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=place.group)
         mean_loss, mean_balance = (sums / config.micro_batches).tolist()
         seconds = _now(place) - started
         if not math.isfinite(mean_loss):
@@ -133,7 +139,7 @@ class Trainer:
             batch = batch.to(device)
             loss, _ = self.model(batch[:, :-1], batch[:, 1:])
             sums += torch.stack([loss * weight, torch.tensor(weight, device=device)])
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self.place.group)
         return float(sums[0] / sums[1])
 
     def peak_bytes(self) -> int | None:
@@ -141,20 +147,54 @@ class Trainer:
         if self.place.device.type != "cuda":
             return None
         most = torch.tensor(torch.cuda.max_memory_allocated(), device=self.place.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.place.group)
         return int(most)
 
+    def communication(self, number: int) -> tuple[float, float] | None:
+        """Two more steps under the profiler: the second's share with communication and with exposed communication
+        (`communication_shares`), mean over the processes, each of which calls it. None with one process, on a CPU, and
+        where a profiler lost something.
+
+        Args:
+            number: of the first of them.
+        """
+        place, order = self.place, list[str]()
+        if place.world == 1 or place.device.type != "cuda":
+            return None
+
+        def steps() -> None:
+            # The profilers of the processes begin at different times: in the first step one waits for the other.
+            self.step(number, counts=False)
+            with window("step", order):
+                self.step(number + 1, counts=False)
+
+        events = profile(steps)
+        try:
+            shares = communication_shares(kernels_in_windows(events, order)["step"])
+        except RuntimeError as error:
+            shares = None
+            self.notes.append(f"communication was not measured: {error}")
+        # Not a number, where one process has none, is none of all.
+        sums = torch.tensor(shares or (math.nan, math.nan), device=place.device, dtype=torch.float64)
+        dist.all_reduce(sums, group=place.group)
+        share, exposed = (sums / place.world).tolist()
+        return None if math.isnan(share) else (share, exposed)
+
     def row(
-        self, base: Mapping[str, Any], loss: float, validation_loss: float | None, peak_bytes: int | None
+        self,
+        base: Mapping[str, Any],
+        loss: float,
+        validation_loss: float | None,
+        peak_bytes: int | None,
+        communication: tuple[float, float] | None = None,
     ) -> dict[str, Any]:
         """The row of the steps that counted so far."""
         times = self.times
         during = clock_fields(times.states) if times.states else None
         unstable = f"{times.compiled} compilations happened while timing" if times.compiled else ""
-        notes = [*self.model.notes, f"corpus {self.config.corpus}"]
-        losses = loss, validation_loss
+        losses, world = (loss, validation_loss), self.place.world
         return rows.measured_row(
-            base, self.config, self.place.world, times.step_ms, *losses, peak_bytes, notes, during, unstable
+            base, self.config, world, times.step_ms, *losses, peak_bytes, self.notes, during, unstable, communication
         )
 
     def _check_gradients(self) -> None:
@@ -225,8 +265,10 @@ def train(
             if log is not None:
                 log.close()
             peak = trainer.peak_bytes()
+            # The model is saved by now, and these steps are in no curve.
+            communication = trainer.communication(config.steps) if trainer.times.step_ms else None
             if first and trainer.times.step_ms:
-                row = trainer.row(base, line["loss"], validation_loss, peak)
+                row = trainer.row(base, line["loss"], validation_loss, peak, communication)
                 out.print(
                     f"{_rates(row, place)}; row in {rows.append(rows_folder, row)}", highlight=False, soft_wrap=True
                 )
@@ -314,4 +356,13 @@ def _rates(row: Mapping[str, Any], place: Place) -> str:
     said = f"{row['label']}: {numbers['tokens_per_s']:,.0f} tokens/s"
     if place.device.type == "cuda":
         said += f", {numbers['tokens_per_day_per_gpu'] / 1e9:.3g} B tokens/day/GPU"
-    return said
+    return said + say_communication(row)
+
+
+def say_communication(row: Mapping[str, Any]) -> str:
+    """``, communication 12.0 % of the step, 3.1 % exposed``; empty where it was not measured."""
+    numbers = row["training"]
+    if numbers.get("communication") is None:
+        return ""
+    shares = numbers["communication"] * 100, numbers["exposed_communication"] * 100
+    return f", communication {shares[0]:.1f} % of the step, {shares[1]:.1f} % exposed"

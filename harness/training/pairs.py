@@ -1,9 +1,14 @@
-"""Two implementations' training steps side by side: what one is faster by.
+"""Two kinds of training step side by side: what one is faster by.
 
 Rows of two runs say little about a difference of a few per cent, since the card's clock moves between them. Here both
 train in one process, in rounds: each round builds one model, takes a few steps, frees it, and does the same with the
 other, in random order; a round gives one ratio of two medians that lie a minute apart. (Steps of two models in turn
 would lie closer, but two models of a size worth training do not fit into one GPU's memory.)
+
+The two are steps of two implementations, or of two routings; or, where several processes train, of each process alone
+and of all together, with the same micro-batches on each GPU. Alone, all processes compute at the same time and none
+waits for another. A round's time is that of the slowest process, for which a step together waits. So time alone / time
+together is the efficiency of scaling: 1 where communication and waiting cost nothing.
 """
 
 from __future__ import annotations
@@ -11,33 +16,52 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from harness.compilation import watch_triton
-from harness.interface import RoutingSpec
+from harness.errors import UserError
+from harness.interface import Implementation, RoutingSpec
 from harness.record import utc_now
 from harness.registry import load_registry
 from harness.statistics import ratio_interval
 from harness.timing import pair_order
 from harness.training import rows
 from harness.training.config import Config
+from harness.training.data import open_corpus
 from harness.training.experts import point_of
-from harness.training.loop import WARM_UP, Times, Trainer, failures
-from harness.training.processes import environment_rank, process_group
+from harness.training.loop import WARM_UP, Times, Trainer, failures, say_communication
+from harness.training.processes import Place, environment_rank, process_group
 
 #: Of a round, after the warm-up.
 STEPS = 8
 
 
+@dataclass(frozen=True)
+class Side:
+    """What takes turns with another.
+
+    Attributes:
+        place: of the processes that train together, which may be fewer than were started.
+        dealt: the configuration whose micro-batches this process takes, by its place among all of them.
+    """
+
+    name: str
+    config: Config
+    plugin: Implementation
+    place: Place
+    dealt: Config
+
+
 def compare(
     out: Console,
     config: Config,
-    other: Config,
+    other: Config | None,
     *,
     device: str,
     rows_folder: Path,
@@ -47,48 +71,101 @@ def compare(
     """Write a ratio row, time of ``other``'s step over ``config``'s (above 1: ``config`` is faster), and a measurement
     row of each. The two may differ in implementation and routing.
 
+    Args:
+        other: None: ``config``'s, on each process alone, so that the ratio is the efficiency of scaling.
+
     Raises:
         UserError: what stands in the way, and what to change.
     """
     registry = load_registry()
-    sides = replace(other, steps=WARM_UP + STEPS), replace(config, steps=WARM_UP + STEPS)
-    plugins = [registry.get(side.implementation) for side in sides]
-    for side, plugin in zip(sides, plugins, strict=True):
-        point_of(plugin, side, device, side.routing)
+    config = replace(config, steps=WARM_UP + STEPS)
+    plugin = registry.get(config.implementation)
+    point_of(plugin, config, device, config.routing)
+    rival = None if other is None else registry.get(other.implementation)
+    if other is not None and rival is not None:
+        other = replace(other, steps=WARM_UP + STEPS)
+        point_of(rival, other, device, other.routing)
     watch_triton()
-    pairs = []
     with process_group(device, timeout_s) as place:
-        bases = [rows.base_row(side, plugin, place.world, device) for side, plugin in zip(sides, plugins, strict=True)]
+        together = Side(plugin.label, config, plugin, place, config)
+        if other is not None and rival is not None:
+            sides = Side(rival.label, other, rival, place, other), together
+        else:
+            sides = _alone(together, timeout_s), replace(together, name=f"{place.world} processes together")
+        bases = [rows.base_row(side.config, side.plugin, side.place.world, device) for side in sides]
         measured: list[dict[str, Any]] = [{}, {}]
+        pairs = []
         times = Times(), Times()
         for turn, first in enumerate(pair_order(rounds, config.seed)):
             medians = [0.0, 0.0]
             for i in (first, 1 - first):
                 with failures(bases[i], rows_folder, place):
-                    if device == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                    trainer = Trainer(sides[i], plugins[i], place)
-                    trainer.times = times[i]
-                    lines = [trainer.step(number, counts=number >= WARM_UP) for number in range(WARM_UP + STEPS)]
-                    medians[i] = statistics.median(times[i].step_ms[-STEPS:])
-                    measured[i] = trainer.row(bases[i], lines[-1]["loss"], None, trainer.peak_bytes())
-                    del trainer
-                    gc.collect()
-                    if device == "cuda":
-                        torch.cuda.empty_cache()
+                    medians[i], measured[i] = _turn(sides[i], bases[i], times[i], place, turn + 1 == rounds)
             pairs.append((medians[0], medians[1]))
             if environment_rank() == 0:
-                said = " against ".join(
-                    f"{plugin.label} {ms:,.1f} ms" for plugin, ms in zip(plugins, medians, strict=True)
-                )
+                said = " against ".join(f"{side.name} {ms:,.1f} ms" for side, ms in zip(sides, medians, strict=True))
                 out.print(f"round {turn + 1}/{rounds}: {said}", highlight=False)
         if environment_rank() == 0:
             for row in measured:
                 rows.append(rows_folder, row)
-            row = _ratio_row(measured, sides, pairs)
+            row = _ratio_row(measured, (sides[0].config, sides[1].config), pairs)
             low, high = row["ci95"]
             path = rows.append(rows_folder, row)
-            out.print(f"{row['value']:.3f} [{low:.3f}, {high:.3f}]; rows in {path}", highlight=False, soft_wrap=True)
+            what = f"efficiency of {place.world} processes " if other is None else ""
+            numbers = f"{what}{row['value']:.3f} [{low:.3f}, {high:.3f}]{say_communication(measured[1])}"
+            out.print(f"{numbers}; rows in {path}", highlight=False, soft_wrap=True)
+
+
+def _alone(together: Side, timeout_s: float) -> Side:
+    """Each process by itself, with the micro-batches that it has in a step of all.
+
+    Raises:
+        UserError: there is one process.
+    """
+    config, world = together.config, together.place.world
+    if world == 1:
+        raise UserError(
+            "--against alone: needs several processes: torchrun --nproc-per-node 2 -m harness.cli train ..."
+        )
+    # What does not divide evenly is refused where the corpus of all is opened.
+    own = replace(config, batch=max(config.micro_batches // world, 1) * config.micro_batch)
+    return replace(together, name="each process alone", config=own, place=together.place.alone(timeout_s))
+
+
+def _turn(
+    side: Side, base: Mapping[str, Any], times: Times, everyone: Place, last: bool
+) -> tuple[float, dict[str, Any]]:
+    """Build one side's model and take its steps, on every process at the same time.
+
+    Args:
+        times: of the earlier rounds; the slowest process' steps are added.
+        last: profile the communication too.
+
+    Returns:
+        The slowest process' median step in ms, and the row of all rounds so far.
+    """
+    cuda = everyone.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(side.config, side.plugin, side.place, open_corpus(side.dealt, everyone.rank, everyone.world))
+    dist.barrier()
+    lines = [trainer.step(number, counts=number >= WARM_UP) for number in range(WARM_UP + STEPS)]
+    own: dict[str, Any] = {"times": trainer.times, "loss": lines[-1]["loss"], "peak": trainer.peak_bytes()}
+    every: list[Any] = [None] * everyone.world
+    dist.all_gather_object(every, own)
+    slowest = max(every, key=lambda its: statistics.median(its["times"].step_ms))
+    times.step_ms += slowest["times"].step_ms
+    times.states += slowest["times"].states
+    times.compiled += sum(its["times"].compiled for its in every)
+    communication = trainer.communication(WARM_UP + STEPS) if last else None
+    trainer.times = times
+    peak = max(its["peak"] for its in every) if cuda else None
+    row = trainer.row(base, slowest["loss"], None, peak, communication)
+    del trainer
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return statistics.median(slowest["times"].step_ms), row
 
 
 def _ratio_row(
@@ -102,6 +179,8 @@ def _ratio_row(
     if sides[0].routing != sides[1].routing:
         spec = RoutingSpec(sides[1].routing, seed=sides[1].seed, m_tile=sides[1].m_tile)
         row["denominator_routing"] = asdict(spec)
+    if measured[0]["variant"] != measured[1]["variant"]:
+        row["denominator_variant"] = measured[1]["variant"]
     row["environment"] = _both(measured)
     row |= {"record": "ratio", "time_kind": "host", "timestamp": utc_now(), "status": "ok", "reason": ""}
     reasons = [side["reason"] for side in measured if side["status"] != "ok"]

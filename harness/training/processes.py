@@ -24,11 +24,27 @@ _LOST = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "time
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that train together."""
+    """This process among those that train together.
+
+    Attributes:
+        group: of these processes; None: all that were started.
+    """
 
     rank: int
     world: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+
+    def mesh(self) -> DeviceMesh:
+        """The processes' in one dimension, over which parameters are sharded."""
+        if self.group is None:
+            return init_device_mesh(self.device.type, (self.world,))
+        return DeviceMesh.from_group(self.group, self.device.type)
+
+    def alone(self, timeout_s: float) -> Place:
+        """This process by itself: what it does there communicates with no other. Every process calls it."""
+        group, _ = dist.new_subgroups(1, timeout=timedelta(seconds=timeout_s))
+        return Place(0, 1, self.device, group)
 
 
 def environment_rank() -> int:
@@ -84,7 +100,7 @@ class Sharding:
     runs, gradients summed in float32."""
 
     def __init__(self, place: Place, dtype: str) -> None:
-        self.mesh: DeviceMesh = init_device_mesh(place.device.type, (place.world,))
+        self.mesh = place.mesh()
         self.world = place.world
         self.policy = MixedPrecisionPolicy()
         if dtype != "float32":

@@ -16,6 +16,7 @@ micro-batch, and their gradients scattered once, unhidden. The optimiser's time 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,14 +107,14 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
     rates = rates_of(gpu)
     if rates is None:
         raise UserError(f"no rates are recorded for {gpu} (harness/gpus.py)")
-    seconds: dict[int, float] = {}
+    every: dict[int, list[float]] = {}
     for row in rows:
         if row["training"]["world_size"] == 1:
-            layers = int(row["training"]["layers"])
-            own = replace(config, layers=layers)
-            tokens = row["latency_ms"]["median"] / 1e3 * row["training"]["tokens_per_s"]
+            own = _as_measured(config, row)
             optimiser = costs.parameters(own) * OPTIMISER_BYTES / rates.bytes_per_s
-            seconds[layers] = (row["latency_ms"]["median"] / 1e3 - optimiser) / (tokens / config.shape.T)
+            every.setdefault(own.layers, []).append((row["latency_ms"]["median"] / 1e3 - optimiser) / own.micro_batches)
+    # Steps of one number of layers differ in their number of micro-batches, and in when they were measured.
+    seconds = {layers: statistics.median(its) for layers, its in every.items()}
     if not seconds:
         raise UserError("no row of a step on one GPU: moebench train 7B --layers N")
     # A block's forward is a third of its FLOPs, a quarter where the backward computes it again.
@@ -128,6 +129,40 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
     share = head / costs.model_flops(replace(config, layers=layers))
     how = f"a step with {layers} layers, divided by model FLOPs"
     return Compute(total * (1 - share) / layers, total * share, forward, how)
+
+
+def _as_measured(config: Config, row: Mapping[str, Any]) -> Config:
+    """The configuration with the layers and the batch of a row's step."""
+    tokens = row["latency_ms"]["median"] / 1e3 * row["training"]["tokens_per_s"]
+    micro_batches = max(round(tokens / config.shape.T), 1)
+    return replace(config, layers=int(row["training"]["layers"]), batch=micro_batches * config.micro_batch)
+
+
+def check(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str, links: Links) -> list[str]:
+    """What the projection says of the steps on several GPUs among the rows, beside what they took, a line each.
+
+    It goes by rows of one process with the same layers and as many micro-batches for each GPU, where there are any:
+    then communication is all that is projected. Otherwise by all rows of one process.
+
+    Raises:
+        UserError: as `compute_of`.
+    """
+    steps = [(row, _as_measured(config, row), int(row["training"]["world_size"])) for row in rows]
+    lines = []
+    for row, own, world in steps:
+        if world == 1:
+            continue
+        same = own.layers, own.micro_batches // world
+        alike = [one for one, its, alone in steps if alone == 1 and (its.layers, its.micro_batches) == same]
+        its = project(own, compute_of(alike or rows, config, gpu), world, gpu, links)
+        ratio = its.tokens_per_day / (row["training"]["tokens_per_day_per_gpu"] * world)
+        measured = row["training"].get("exposed_communication")
+        exposed = "not measured" if measured is None else f"{measured:.1%} measured"
+        lines.append(
+            f"check: {row['variant']}: projected / measured = {ratio:.3f}; exposed communication {its.exposed:.1%} "
+            f"projected, {exposed}"
+        )
+    return lines
 
 
 def project(config: Config, compute: Compute, gpus: int, gpu: str, links: Links | None = None) -> Projection:
@@ -212,14 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             paper = f"{PAPER[gpus] / 1e9:.0f}" if gpus in PAPER else "–"
             rate = f"{its.tokens_per_day / 1e9:.1f} ({low:.1f} – {high:.1f})   {its.tokens_per_day / gpus / 1e9:.2f}"
             print(f"{gpus:4}   {rate}   {its.exposed:.1%}   {its.state_bytes / 2**30:.1f} GiB   {paper}")
-        for row in found:
-            world = row["training"]["world_size"]
-            if world > 1:
-                own = replace(config, layers=row["training"]["layers"])
-                its = project(own, compute, world, gpu, links)
-                real = row["training"]["tokens_per_day_per_gpu"] * world
-                print(f"check: {row['variant']}: projected / measured = {its.tokens_per_day / real:.3f}")
-        print("\n".join(assumptions(config, compute, links)))
+        print("\n".join([*check(found, config, gpu, links), *assumptions(config, compute, links)]))
     except UserError as error:
         sys.exit(f"projection: {error}")
 

@@ -70,6 +70,7 @@ def measured_row(
     notes: Sequence[str],
     during: Mapping[str, Any] | None,
     unstable: str = "",
+    communication: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """The row of a run's steps.
 
@@ -80,6 +81,7 @@ def measured_row(
         peak_bytes: the most that any process' GPU had allocated; None on a CPU.
         during: the GPU's clock and power meanwhile.
         unstable: why the numbers are not to be trusted, if so.
+        communication: the step's share with communication, and with nothing else; None: not profiled.
     """
     times = {**summarise(step_ms), "mode": "sustained"}
     tokens_per_s = config.step_tokens / times["median"] * 1e3
@@ -94,6 +96,8 @@ def measured_row(
         "loss": loss,
         "validation_loss": validation_loss,
     }
+    if communication is not None:
+        training["communication"], training["exposed_communication"] = communication
     row = {**base, "timestamp": utc_now(), "status": "ok", "reason": "", "notes": list(notes)}
     row |= {"latency_ms": times, "training": training}
     if peak_bytes is not None:

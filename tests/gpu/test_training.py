@@ -1,13 +1,17 @@
-"""`moebench train` on a GPU: every installed implementation trains the same small model, and its rows are whole."""
+"""`moebench train` on GPUs: every installed implementation trains the same small model, and its rows are whole; two
+processes train as one does, and say what their communication costs."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from training_runs import train_together
 
 from harness import store
 from harness.errors import UserError
@@ -22,15 +26,29 @@ NAMES = [
 ]
 
 
+SMALL = {"d": 256, "n": 128, "E": 16, "K": 4, "sequence": 256, "dtype": "bfloat16", "steps": STEPS, "m_tile": 128}
+SMALL["checkpoint_every"] = 0
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
 def small(**changes: object) -> Config:
-    sizes = {"d": 256, "n": 128, "E": 16, "K": 4, "sequence": 256, "dtype": "bfloat16", "steps": STEPS, "m_tile": 128}
-    return load_config("tiny", {**sizes, "checkpoint_every": 0, **changes})
+    return load_config("tiny", {**SMALL, **changes})
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in log.read(folder / "run") if "loss" in line]
 
 
 def train(config: Config, folder: Path) -> list[float]:
     out = Console(file=io.StringIO())
     loop.train(out, config, device="cuda", run_folder=folder / "run", rows_folder=folder)
-    return [line["loss"] for line in log.read(folder / "run") if "loss" in line]
+    return losses(folder)
+
+
+def communicates(row: Mapping[str, Any]) -> bool:
+    numbers = row["training"]
+    return 0 <= numbers["exposed_communication"] <= numbers["communication"] <= 1 and numbers["communication"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +77,34 @@ def test_every_implementation_learns_alike(name: str, recompute: bool, expected:
 def test_our_layer_learns_with_other_routings(routing: str, expected: list[float], tmp_path: Path) -> None:
     found = train(small(implementation="sonicmoe_triton", routing=routing), tmp_path)
     assert found[-1] < found[0] - 0.5 and abs(found[-1] - expected[-1]) < 0.5
+
+
+@two_gpus
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch_loop", "sonicmoe_triton")])
+def test_two_processes_learn_as_one(name: str, tmp_path: Path) -> None:
+    one = torch.tensor(train(small(implementation=name), tmp_path / "one"))
+    codes, said = train_together(tmp_path / "two", device="cuda", implementation=name, **SMALL)
+    assert codes == [0, 0], said
+    two = torch.tensor(losses(tmp_path / "two"))
+    torch.testing.assert_close(two[:3], one[:3], rtol=0, atol=0.01)
+    torch.testing.assert_close(two, one, rtol=0, atol=0.15)
+    [row], problems = store.read_folder(tmp_path / "two")
+    assert not problems and row["training"]["world_size"] == 2 and communicates(row)
+    [row], problems = store.read_folder(tmp_path / "one")
+    assert not problems and "communication" not in row["training"]
+
+
+@two_gpus
+def test_efficiency_of_two_processes(tmp_path: Path) -> None:
+    codes, said = train_together(
+        tmp_path, device="cuda", against="alone", rounds=2, implementation="sonicmoe_triton", **SMALL
+    )
+    assert codes == [0, 0], said
+    rows, problems = store.read(tmp_path / "training.jsonl")
+    assert not problems and [row["record"] for row in rows] == ["measurement", "measurement", "ratio"]
+    alone, together, ratio = rows
+    assert [row["training"]["world_size"] for row in (alone, together)] == [1, 2]
+    assert communicates(together) and "communication" not in alone["training"]
+    assert (ratio["variant"], ratio["denominator_variant"]) == (alone["variant"], together["variant"])
+    # At this size a step is all launches and waiting, so the efficiency says little; more than twice 1 is wrong.
+    assert 0 < ratio["ci95"][0] <= ratio["value"] <= ratio["ci95"][1] and ratio["value"] < 2
