@@ -157,10 +157,31 @@ def test_each_rule(change: dict[str, Any], message: str) -> None:
         ({"samples": ...}, "samples: missing"),
         ({"status": "crashed", "reason": "x"}, "value: status crashed"),
         ({"basis": "guess"}, "basis 'guess'"),
+        ({"variant": "up", "denominator_variant": "up"}, "only where it is another variant"),
     ],
 )
 def test_ratio_rules(change: dict[str, Any], message: str) -> None:
     assert any(message in problem for problem in validate(ratio(**change)))
+
+
+def step(measured_on: str = "cuda", **changes: Any) -> list[str]:
+    """What is wrong with a training step of two processes."""
+    training = {"tokens_per_s": 1.0, "tokens_per_day_per_gpu": 4.0, "mfu": None, "world_size": 2, "layers": 8}
+    training |= {"steps": 50, "loss": 5.0, "validation_loss": None, **changes}
+    return validate(measurement(operation="training_step", training=training, measured_on=measured_on))
+
+
+def test_shares_of_communication() -> None:
+    assert step() == []
+    for share, exposed in ((0.4, 0.1), (1.0, 1.0), (0.0, 0.0), (None, None)):
+        assert step(communication=share, exposed_communication=exposed) == []
+    for share, exposed in ((0.1, 0.4), (1.1, 0.4), (0.4, -0.1), (0.4, None), (None, 0.1)):
+        [problem] = step(communication=share, exposed_communication=exposed)
+        assert "must be shares of the step" in problem
+    for elsewhere in ({"world_size": 1}, {"measured_on": "cpu"}):
+        [problem] = step(communication=0.4, exposed_communication=0.1, **elsewhere)
+        assert "belongs to several processes on GPUs" in problem
+    assert "training: must be an object with tokens_per_s" in step(efficiency=0.9)[0]
 
 
 def test_every_failure_needs_a_reason_and_carries_no_number() -> None:

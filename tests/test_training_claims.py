@@ -98,13 +98,14 @@ def test_training_steps_disturb_no_other_claim_and_no_figure(tmp_path: Path) -> 
     folder = tmp_path / "results"
     write(folder / "nvidia_h200", headline())
     before, layers = evaluate(folder)[0], plotted.layers(plotted.load(folder)[0])
-    write(folder / "nvidia_h200", [ratio(), measurement()], "training.jsonl")
+    efficiency = ratio(numerator="sonicmoe_triton", denominator_variant="7B, 8 layers, 12 sequences, 2 processes")
+    write(folder / "nvidia_h200", [ratio(), efficiency, measurement()], "training.jsonl")
     after, problems = evaluate(folder)
     assert not problems
     differing = {one.claim.id for one, other in zip(before, after, strict=True) if one.findings != other.findings}
     assert differing == {"training-throughput-7b"}
     table, unread = plotted.load(folder)
-    assert not unread and (table["operation"] == "training_step").sum() == 2
+    assert not unread and (table["operation"] == "training_step").sum() == 3
     pd.testing.assert_frame_equal(plotted.layers(table), layers)
 
 
