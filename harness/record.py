@@ -64,11 +64,12 @@ class TimeSummary(TypedDict, total=False):
 
 
 class Training(TypedDict):
-    """A training step's numbers: rates, model FLOPs utilisation (None: no peak is known), processes, layers, steps of
-    the run, the last one's loss and that of the validation after it in nats a token (None: there was none)."""
+    """A training step's numbers: rates (None: the run shared its GPU), model FLOPs utilisation (None also: no peak is
+    known), processes, layers, steps of the run, the last one's loss and that of the validation after it in nats a token
+    (None: there was none)."""
 
-    tokens_per_s: float
-    tokens_per_day_per_gpu: float
+    tokens_per_s: float | None
+    tokens_per_day_per_gpu: float | None
     mfu: float | None
     world_size: int
     layers: int
@@ -596,6 +597,7 @@ def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
 
 #: Of a training step: no peak rate is known, nothing was evaluated.
 _MAY_BE_UNKNOWN = ("mfu", "validation_loss")
+_TRAINING_RATES = ("tokens_per_s", "tokens_per_day_per_gpu", "mfu")
 
 
 def _training(row: Mapping[str, Any]) -> list[str]:
@@ -607,10 +609,14 @@ def _training(row: Mapping[str, Any]) -> list[str]:
         return ["training: belongs to the operation training_step only"]
     if set(table) != set(Training.__annotations__):
         return [f"training: must be an object with {', '.join(Training.__annotations__)}"]
+    # Without times (the GPU was shared with other runs) there are no rates either.
+    may_be_unknown = _MAY_BE_UNKNOWN if row.get("latency_ms") else (*_MAY_BE_UNKNOWN, *_TRAINING_RATES)
     problems = [
-        f"training.{key}: missing" for key, value in table.items() if value is None and key not in _MAY_BE_UNKNOWN
+        f"training.{key}: missing" for key, value in table.items() if value is None and key not in may_be_unknown
     ]
-    for key in ("tokens_per_s", "tokens_per_day_per_gpu", "mfu"):
+    for key in _TRAINING_RATES:
+        if table[key] is not None and not row.get("latency_ms"):
+            problems.append(f"training.{key} {table[key]!r}: must be null without latency_ms")
         if table[key] is not None and table[key] <= 0:
             problems.append(f"training.{key} {table[key]!r}: must be greater than zero")
     for key in ("world_size", "layers", "steps"):

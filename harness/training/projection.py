@@ -200,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             and row["shape"] == config.shape.as_dict()
             and row["routing"]["method"] == "top_k"
             and row["variant"].endswith("recomputing") == config.recompute
+            and row.get("latency_ms")  # not from a shared GPU
         ]
         gpu = found[0]["environment"]["gpu"] if found else None
         if not gpu:
@@ -210,15 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             its = project(config, compute, gpus, gpu, links)
             low, high = (bound / 1e9 for bound in its.bounds)
             paper = f"{PAPER[gpus] / 1e9:.0f}" if gpus in PAPER else "–"
-            rate = f"{its.tokens_per_day / 1e9:.1f} ({low:.1f} – {high:.1f})   {its.tokens_per_day / gpus / 1e9:.2f}"
-            print(f"{gpus:4}   {rate}   {its.exposed:.1%}   {its.state_bytes / 2**30:.1f} GiB   {paper}")
+            said = f"{its.tokens_per_day / 1e9:.1f} ({low:.1f} – {high:.1f})   {its.tokens_per_day / gpus / 1e9:.2f}"
+            print(f"{gpus:4}   {said}   {its.exposed:.1%}   {its.state_bytes / 2**30:.1f} GiB   {paper}")
         for row in found:
-            world = row["training"]["world_size"]
-            if world > 1:
+            world, rate = row["training"]["world_size"], row["training"]["tokens_per_day_per_gpu"]
+            if world > 1 and rate is not None:
                 own = replace(config, layers=row["training"]["layers"])
                 its = project(own, compute, world, gpu, links)
-                real = row["training"]["tokens_per_day_per_gpu"] * world
-                print(f"check: {row['variant']}: projected / measured = {its.tokens_per_day / real:.3f}")
+                print(f"check: {row['variant']}: projected / measured = {its.tokens_per_day / (rate * world):.3f}")
         print("\n".join(assumptions(config, compute, links)))
     except UserError as error:
         sys.exit(f"projection: {error}")
