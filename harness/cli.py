@@ -269,7 +269,7 @@ def regress(
 
 @app.command()
 def train(
-    configuration: Annotated[str, typer.Argument(help="tiny, 1.4B, 7B, or a TOML file.")],
+    configuration: Annotated[str, typer.Argument(help="tiny, quality, 1.4B, 7B, or a TOML file.")],
     implementation: Annotated[str | None, typer.Option(help="Of the MoE layers; see moebench list.")] = None,
     routing: Annotated[str | None, typer.Option(help="top_k, nearest, expert_choice, ...; validation: top_k.")] = None,
     m_tile: Annotated[int | None, typer.Option(help="A token rounding's tile.")] = None,
@@ -297,6 +297,9 @@ def train(
         ),
     ] = "",
     rounds: Annotated[int, typer.Option(help="Of --against.")] = 6,
+    losses_only: Annotated[
+        bool, typer.Option("--losses-only", help="Keep no times: the GPU is shared with other runs.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent process counts as lost.")] = 600.0,
 ) -> None:
     """Train an MoE language model; under torchrun one process for each GPU (torchrun ... -m harness.cli train ...)."""
@@ -322,7 +325,7 @@ def train(
         "checkpoint_every": checkpoint_every,
         "validate_every": validate_every,
     }
-    run_training(out, configuration, changes, device, run_folder, output, resume, timeout, against, rounds)
+    run_training(out, configuration, changes, device, run_folder, output, resume, timeout, against, rounds, losses_only)
 
 
 @app.command()

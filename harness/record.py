@@ -64,12 +64,13 @@ class TimeSummary(TypedDict, total=False):
 
 
 class Training(TypedDict):
-    """A training step's numbers: rates, model FLOPs utilisation (None: no peak is known), processes, layers, steps of
-    the run, the last one's loss and that of the validation after it in nats a token (None: there was none); of several
-    processes on GPUs the shares of a step with communication, and with nothing but communication."""
+    """A training step's numbers: rates (None: the run shared its GPU), model FLOPs utilisation (None also: no peak is
+    known), processes, layers, steps of the run, the last one's loss and that of the validation after it in nats a token
+    (None: there was none); of several processes on GPUs the shares of a step with communication, and with nothing but
+    communication."""
 
-    tokens_per_s: float
-    tokens_per_day_per_gpu: float
+    tokens_per_s: float | None
+    tokens_per_day_per_gpu: float | None
     mfu: float | None
     world_size: int
     layers: int
@@ -604,6 +605,7 @@ def _interval(table: Mapping[str, Any], centre: str, prefix: str) -> list[str]:
 _MAY_BE_UNKNOWN = ("mfu", "validation_loss")
 #: Of several processes on GPUs, both or neither.
 _COMMUNICATION = ("communication", "exposed_communication")
+_TRAINING_RATES = ("tokens_per_s", "tokens_per_day_per_gpu", "mfu")
 
 
 def _training(row: Mapping[str, Any]) -> list[str]:
@@ -616,8 +618,12 @@ def _training(row: Mapping[str, Any]) -> list[str]:
     needed = [key for key in Training.__annotations__ if key not in _COMMUNICATION]
     if set(table) - set(_COMMUNICATION) != set(needed):
         return [f"training: must be an object with {', '.join(needed)}; may have {', '.join(_COMMUNICATION)}"]
-    problems = [f"training.{key}: missing" for key in needed if table[key] is None and key not in _MAY_BE_UNKNOWN]
-    for key in ("tokens_per_s", "tokens_per_day_per_gpu", "mfu"):
+    # Without times (the GPU was shared with other runs) there are no rates either.
+    may_be_unknown = _MAY_BE_UNKNOWN if row.get("latency_ms") else (*_MAY_BE_UNKNOWN, *_TRAINING_RATES)
+    problems = [f"training.{key}: missing" for key in needed if table[key] is None and key not in may_be_unknown]
+    for key in _TRAINING_RATES:
+        if table[key] is not None and not row.get("latency_ms"):
+            problems.append(f"training.{key} {table[key]!r}: must be null without latency_ms")
         if table[key] is not None and table[key] <= 0:
             problems.append(f"training.{key} {table[key]!r}: must be greater than zero")
     for key in ("world_size", "layers", "steps"):

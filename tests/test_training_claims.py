@@ -15,7 +15,7 @@ from test_claims import changed, finding, write
 from harness.claims import evaluate
 from harness.record import validate
 from harness.registry import ROOT
-from harness.store import read
+from harness.store import latest, read
 from plots import rows as plotted
 
 Row = dict[str, Any]
@@ -115,6 +115,15 @@ def trained(method: str, seed: int, loss: float, **fields: Any) -> Row:
     return {**row, **fields}
 
 
+def without_times(row: Row) -> Row:
+    """The row of a run that shared its GPU."""
+    rates = dict.fromkeys(("tokens_per_s", "tokens_per_day_per_gpu", "mfu"))
+    row = {**row, "training": {**row["training"], **rates}}
+    del row["latency_ms"]
+    assert validate(row) == []
+    return row
+
+
 def test_quality_by_seeds(tmp_path: Path) -> None:
     top_k = [trained("top_k", seed, 3.0 + 0.001 * seed) for seed in range(3)]
     nearest = [trained("nearest", seed, 3.1 + 0.001 * seed + 0.0001 * (seed == 1)) for seed in range(3)]
@@ -137,4 +146,48 @@ def test_what_seeds_cannot_tell_is_not_measured(tmp_path: Path) -> None:
     assert its.value is None and "no two arms share two seeds" in its.reason
     apart = [trained("top_k", 0, 3.0), trained("nearest", 0, 3.1, variant="another run")]
     its = finding(evaluate(write(tmp_path / "c" / "gpu", apart).parent)[0], "token-rounding-quality", "ours")
-    assert its.value is None and "moebench train 1.4B" in its.reason and not its.parts
+    assert its.value is None and "moebench train quality" in its.reason and not its.parts
+
+
+def test_quality_is_nearest_roundings_to_128(tmp_path: Path) -> None:
+    """Other arms, also by another tile, are listed; the newest of them stands in for none."""
+    runs = [trained("top_k", seed, 3.0 + 0.01 * seed) for seed in range(3)]
+    runs += [trained("nearest", seed, 3.1 + 0.01 * seed + 0.0001 * (seed == 1)) for seed in range(3)]
+    alone = finding(evaluate(write(tmp_path / "a" / "gpu", runs).parent)[0], "token-rounding-quality", "ours")
+    tile = changed(trained("nearest", 0, 4.0), routing={"m_tile": 64}, timestamp="2099-01-02T00:00:00+00:00")
+    its = finding(
+        evaluate(write(tmp_path / "b" / "gpu", [*runs, tile, trained("up", 0, 5.0)]).parent)[0],
+        "token-rounding-quality",
+        "ours",
+    )
+    assert (its.value, its.ci95) == (alone.value, alone.ci95) and its.value == pytest.approx(math.exp(0.1), abs=1e-4)
+    assert {part[0]: part[1] for part in its.parts} == pytest.approx(
+        {
+            "perplexity, top_k, 3 seeds": math.exp(3.01),
+            "perplexity, nearest-128, 3 seeds": math.exp(3.11 + 0.0001 / 3),
+            "perplexity, nearest-64, 1 seed": math.exp(4.0),
+            "perplexity, up-128, 1 seed": math.exp(5.0),
+        }
+    )
+    # Three more seeds that scatter widen the interval: the deviation is pooled.
+    scattered = [trained("down", seed, 3.0 + 0.03 * seed) for seed in range(3)]
+    wide = finding(
+        evaluate(write(tmp_path / "c" / "gpu", [*runs, *scattered]).parent)[0], "token-rounding-quality", "ours"
+    )
+    assert wide.value == alone.value and wide.ci95 is not None and alone.ci95 is not None
+    assert wide.ci95[0] < alone.ci95[0] - 0.01
+
+
+def test_losses_count_without_times(tmp_path: Path) -> None:
+    runs = [trained("top_k", seed, 3.0 + 0.001 * seed) for seed in range(3)]
+    runs += [trained("nearest", seed, 3.1 + 0.001 * seed + 0.0001 * (seed == 1)) for seed in range(3)]
+    before = finding(evaluate(write(tmp_path / "a" / "gpu", runs).parent)[0], "token-rounding-quality", "ours")
+    shared = [without_times(row) for row in runs]
+    after = finding(evaluate(write(tmp_path / "b" / "gpu", shared).parent)[0], "token-rounding-quality", "ours")
+    assert after.value is not None and (after.value, after.ci95) == (before.value, before.ci95)
+
+
+def test_a_run_without_times_replaces_no_timed_one() -> None:
+    timed = measurement()
+    rows = [timed, without_times(timed)]
+    assert latest(rows) == rows

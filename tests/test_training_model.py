@@ -486,6 +486,14 @@ def test_rows_of_steps_that_are_refused(wrong: dict[str, Any], said: str) -> Non
     assert any(problem.startswith(said) for problem in validate(step_row(**wrong)))
 
 
+def test_rates_come_from_times() -> None:
+    row = step_row()
+    for key in ("tokens_per_s", "tokens_per_day_per_gpu"):
+        assert f"training.{key}: missing" in validate(step_row(**{key: None}))
+        alone = {name: value for name, value in row.items() if name != "latency_ms"}
+        assert f"training.{key} {row['training'][key]!r}: must be null without latency_ms" in validate(alone)
+
+
 def test_training_numbers_belong_to_training_steps() -> None:
     row = step_row()
     assert "training: belongs to the operation training_step only" in validate({**row, "operation": "moe_layer"})

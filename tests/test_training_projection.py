@@ -13,7 +13,8 @@ import pytest
 from scipy import stats
 
 from harness.errors import UserError
-from harness.training import costs, log, power, projection
+from harness.registry import default_registry
+from harness.training import costs, log, power, projection, rows
 from harness.training.config import load_config
 from harness.training.projection import OPTIMISER_BYTES, Compute, Links, compute_of, project
 from plots import training_curves
@@ -37,10 +38,10 @@ def optimiser(layers: int) -> float:
 
 def test_one_gpu_is_what_was_measured() -> None:
     config = replace(SEVEN, layers=8, batch=12)
-    rows = [row(layers, 2 * (0.03 * layers + 0.07) + optimiser(layers)) for layers in (4, 8)]
-    compute = compute_of(rows, config, GPU)
+    steps = [row(layers, 2 * (0.03 * layers + 0.07) + optimiser(layers)) for layers in (4, 8)]
+    compute = compute_of(steps, config, GPU)
     assert compute.block == pytest.approx(0.03) and compute.rest == pytest.approx(0.07)
-    expected = rows[1]["training"]["tokens_per_s"] * 86_400
+    expected = steps[1]["training"]["tokens_per_s"] * 86_400
     its = project(config, compute, 1, GPU)
     assert its.tokens_per_day == pytest.approx(expected) and its.exposed == pytest.approx(0, abs=1e-12)
 
@@ -87,8 +88,8 @@ def test_the_check_goes_by_steps_of_the_same_layers_and_micro_batches() -> None:
     together["training"]["exposed_communication"] = 0.034
     # Others of one process, by which the same steps would take twice as long.
     others = [row(8, 2 * 1.0 + optimiser(8)), row(4, 2 * 0.6 + optimiser(4))]
-    for rows in ([alone, together], [*others, alone, together], [together, alone, *others]):
-        [line] = projection.check(rows, SEVEN, GPU, Links())
+    for found in ([alone, together], [*others, alone, together], [together, alone, *others]):
+        [line] = projection.check(found, SEVEN, GPU, Links())
         assert "8, 2: projected / measured = 1.000;" in line
         assert f"exposed communication {expected.exposed:.1%} projected, 3.4% measured" in line
     del together["training"]["exposed_communication"]
@@ -104,16 +105,30 @@ def test_steps_of_the_same_layers_count_once() -> None:
 
 
 def test_what_cannot_be_projected() -> None:
-    for rows, gpu, said in (
+    for steps, gpu, said in (
         ([], GPU, "no row of a step on one GPU"),
         ([row(8, 1.0, world=2)], GPU, "no row of a step on one GPU"),
         ([row(8, 1.0)], "NVIDIA A100", "no rates are recorded"),
         ([row(4, 2.0), row(8, 1.0)], GPU, "no rising line"),
     ):
         with pytest.raises(UserError, match=said):
-            compute_of(rows, SEVEN, gpu)
+            compute_of(steps, SEVEN, gpu)
     with pytest.raises(SystemExit, match="cannot be read"):
         projection.main(["/nowhere/rows.jsonl", "--implementation", "sonicmoe_triton"])
+
+
+def test_a_step_on_a_shared_gpu_is_not_projected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(SEVEN, layers=8, implementation="torch_loop", routing="top_k")
+    base = rows.base_row(config, default_registry().get("torch_loop"), 1, "cpu")
+    base |= {"measured_on": "cuda", "environment": {**base["environment"], "measured_on": "cuda", "gpu": GPU}}
+    arguments = [str(tmp_path / rows.FILE), "--implementation", "torch_loop"]
+    for step_ms in (None, [900.0]):
+        rows.append(tmp_path, rows.measured_row(base, config, 1, step_ms, 2.5, 2.0, 10**10, [], None))
+        if step_ms is None:
+            with pytest.raises(SystemExit, match="no training step of torch_loop on a GPU"):
+                projection.main(arguments)
+    projection.main(arguments)
+    assert "a step with 8 layers" in capsys.readouterr().out
 
 
 def test_detectable_differences_are_detected() -> None:
@@ -135,6 +150,19 @@ def test_more_seeds_tell_more() -> None:
     assert power.detectable_difference(0.0, 3, 4) == 0
     with pytest.raises(ValueError, match="at least 1"):
         power.detectable_difference(0.01, 0, 4)
+
+
+def test_what_a_plan_can_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    power.main(["--plan", "0.01", "4"])
+    many, one = (f"{power.detectable_difference(0.01, seeds, 3):.4f}" for seeds in (4, 1))
+    said = capsys.readouterr().out
+    assert f"a difference of {many} nats is found with a probability of 80%; of an arm with one seed, {one}." in said
+    for wrong in (["0.01", "1"], ["-1", "4"], ["nan", "4"], ["0.01", "four"]):
+        with pytest.raises(SystemExit, match=r"^power: --plan .* seeds$"):
+            power.main(["--plan", *wrong])
+    for neither in ([], ["run", "--plan", "0.01", "4"]):
+        with pytest.raises(SystemExit, match="2"):
+            power.main(neither)
 
 
 def test_arms_are_compared_seed_by_seed() -> None:

@@ -226,6 +226,22 @@ def test_the_allocator_leaves_no_fragments(
         assert found == (given or {names[0]: "expandable_segments:True"})
 
 
+def test_a_shared_gpu_gives_losses_and_no_times(command_line: CommandLine, tmp_path: Path) -> None:
+    arguments = ("tiny", "--steps", 2, "--losses-only", "--folder", tmp_path / "run", "--output", tmp_path)
+    code, said, error = command_line("train", *arguments, "--device", "cpu")
+    assert code == 0 and not error
+    assert "step 2/2, loss" in said and "no times" in said and "/s" not in said
+    [row], problems = store.read(tmp_path / "training.jsonl")
+    assert not problems and row["status"] == "ok" and "latency_ms" not in row
+    numbers = row["training"]
+    assert [numbers[key] for key in ("tokens_per_s", "tokens_per_day_per_gpu", "mfu")] == [None] * 3
+    assert numbers["loss"] > 0 and numbers["validation_loss"] > 0 and any("shared" in note for note in row["notes"])
+    assert all("seconds" not in line for line in log.read(tmp_path / "run"))
+    assert "--against compares times" in refused(
+        command_line, tmp_path, "tiny", "--losses-only", "--against", "torch_loop"
+    )
+
+
 def refused(command_line: CommandLine, tmp_path: Path, *arguments: object) -> str:
     """The one line of a run that ends with exit code 2."""
     code, _, error = command_line("train", *arguments, "--output", tmp_path, "--device", "cpu")
@@ -277,7 +293,7 @@ def test_a_checkpoint_of_another_configuration(alone: Path, command_line: Comman
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("huge",), "choose from 1.4B, 7B, tiny"),
+        (("huge",), "choose from 1.4B, 7B, quality, tiny"),
         (("tiny", "--implementation", "sonic"), "unknown implementation"),
         (("tiny", "--implementation", "sonicmoe_triton"), "does not run on cpu"),
         (("tiny", "--routing", "nearest"), "no moe_layer with the routing method nearest"),

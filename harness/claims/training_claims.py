@@ -10,6 +10,7 @@ from harness.claims.paper import Entry
 from harness.claims.rows import GpuRows, Line, Number, failure, number_of
 from harness.claims.subjects import SUBJECTS, Measure, Part, measured, sentences, unmeasured
 from harness.errors import UserError
+from harness.token_rounding import TOP_K
 from harness.training import power
 
 
@@ -49,6 +50,10 @@ def step_ratio(configuration: str, numerator: str | None, method: str) -> Measur
     return measure
 
 
+#: The arm that the claim is about; every other one is listed, and says how far seeds move a difference.
+ROUNDED = "nearest-128"
+
+
 def quality(rows: GpuRows, entry: Entry, subject: str) -> Finding:
     """Validation perplexity after training with nearest rounding / with top-K, of runs that differ in seed and routing
     alone: the newest such set. A difference that the seeds cannot tell is not measured."""
@@ -62,41 +67,42 @@ def quality(rows: GpuRows, entry: Entry, subject: str) -> Finding:
             # Of one arm and seed the newer run counts; what was touched last is the newest set.
             key = row["variant"], str(row["shape"])
             runs = sets.pop(key, {})
-            sets[key] = {**runs, (row["routing"]["method"], row["routing"]["seed"]): line}
+            routing = row["routing"]
+            arm = power.arm_name({"routing": routing["method"], "m_tile": routing["m_tile"]})
+            sets[key] = {**runs, (arm, routing["seed"]): line}
     arms: dict[str, list[Line]] = {}
     for runs in sets.values():
         found: dict[str, list[Line]] = {}
-        for (method, _), line in runs.items():
-            found.setdefault(method, []).append(line)
-        if {"top_k", "nearest"} <= set(found):
+        for (arm, _), line in runs.items():
+            found.setdefault(arm, []).append(line)
+        if {TOP_K, ROUNDED} <= set(found):
             arms = found
-    command = f"run: moebench train 1.4B --implementation {plugin} --routing nearest --seed 0, and 1, 2; and by top_k"
+    command = f"run: moebench train quality --implementation {plugin} --routing nearest --seed 0, to 3; and by top_k"
     if not arms:
         return unmeasured(rows, subject, command)
     losses = {
-        method: {line.row["routing"]["seed"]: _validation_loss(line) for line in lines}
-        for method, lines in arms.items()
+        arm: {line.row["routing"]["seed"]: _validation_loss(line) for line in lines} for arm, lines in arms.items()
     }
     parts: list[Part] = [
-        (f"perplexity, {method}, {len(values)} seeds", math.exp(statistics.fmean(values.values())), None)
-        for method, values in losses.items()
+        (f"perplexity, {arm}, {len(its)} seed{'s' * (len(its) > 1)}", math.exp(statistics.fmean(its.values())), None)
+        for arm, its in losses.items()
     ]
     used = tuple(line for lines in arms.values() for line in lines)
-    apart = {method: power.differences(values, losses["top_k"]) for method, values in losses.items()}
+    apart = {arm: power.differences(its, losses[TOP_K]) for arm, its in losses.items() if arm != TOP_K}
     try:
-        if not apart["nearest"]:
+        if not apart[ROUNDED]:
             raise UserError("the two routings share no seed")
-        deviation = power.pooled_deviation([found for method, found in apart.items() if method != "top_k"])
+        deviation = power.pooled_deviation(list(apart.values()))
     except UserError as error:
         return unmeasured(rows, subject, sentences(str(error), command), parts, used)
-    its = power.compare(apart["nearest"], *deviation)
-    limit = f"less than {its.detectable:.4f} nats a token cannot be told by these runs"
-    if its.verdict == "not measured":
-        said = f"{its.difference:+.4f} nats [{its.ci95[0]:+.4f}, {its.ci95[1]:+.4f}]"
+    against = power.compare(apart[ROUNDED], *deviation)
+    limit = f"less than {against.detectable:.4f} nats a token cannot be told by these runs"
+    if against.verdict == "not measured":
+        said = f"{against.difference:+.4f} nats [{against.ci95[0]:+.4f}, {against.ci95[1]:+.4f}]"
         return unmeasured(rows, subject, f"nearest rounding against top-K: {said}; {limit}", parts, used)
-    low, high = its.ci95
-    number = Number(math.exp(its.difference), (math.exp(low), math.exp(high)), used)
-    remark = f"perplexity with nearest rounding / with top-K, seed by seed: {its.verdict}; {limit}"
+    low, high = against.ci95
+    number = Number(math.exp(against.difference), (math.exp(low), math.exp(high)), used)
+    remark = f"perplexity with nearest rounding / with top-K, seed by seed: {against.verdict}; {limit}"
     return measured(rows, entry.claim, subject, number, remark, parts)
 
 

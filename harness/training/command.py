@@ -33,6 +33,7 @@ def train(
     timeout_s: float,
     against: str = "",
     rounds: int = 6,
+    losses_only: bool = False,
 ) -> None:
     """See ``moebench train --help``.
 
@@ -55,6 +56,8 @@ def train(
         from harness.training import loop, pairs
 
         if against:
+            if losses_only:
+                raise UserError("--losses-only: --against compares times; leave one of the two out")
             if rounds < 1:
                 raise UserError(f"--rounds {rounds}: must be at least 1")
             name, _, routing = against.partition(":")
@@ -64,7 +67,16 @@ def train(
             pairs.compare(out, config, other, device=device, rows_folder=folder, rounds=rounds, timeout_s=timeout_s)
             return
         place = run_folder or folder / "training" / run_name(config)
-        loop.train(out, config, device=device, run_folder=place, rows_folder=folder, resume=resume, timeout_s=timeout_s)
+        loop.train(
+            out,
+            config,
+            device=device,
+            run_folder=place,
+            rows_folder=folder,
+            resume=resume,
+            losses_only=losses_only,
+            timeout_s=timeout_s,
+        )
     except UserError:
         if environment_rank() > 0:
             # If the first process ended as well, torchrun ends this one meanwhile, and the reason stands there once.

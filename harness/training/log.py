@@ -18,8 +18,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's folder, in order; what a killed process left of a line is passed over.
 
     Every line has ``step``, counted from 1. A step's also ``loss`` (nats a token, mean over all processes),
-    ``balance`` (the load-balancing loss), ``gradient_norm``, ``learning_rate``, ``seconds`` and ``tokens`` (so far); a
-    validation's ``validation_loss``.
+    ``balance`` (the load-balancing loss), ``gradient_norm``, ``learning_rate``, ``tokens`` (so far) and ``seconds``
+    (absent where the GPU was shared); a validation's ``validation_loss``.
     """
     lines = []
     try:

@@ -61,12 +61,20 @@ class Trainer:
         UserError: the implementation cannot be trained so, or the corpus does not serve.
     """
 
-    def __init__(self, config: Config, plugin: Implementation, place: Place, corpus: Corpus | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plugin: Implementation,
+        place: Place,
+        corpus: Corpus | None = None,
+        losses_only: bool = False,
+    ) -> None:
         """
         Args:
             corpus: where this process takes its micro-batches from; None: its part of the configuration's.
+            losses_only: the GPU is shared with other runs: a step's time says nothing, and none is kept.
         """
-        self.config, self.plugin, self.place = config, plugin, place
+        self.config, self.plugin, self.place, self.losses_only = config, plugin, place, losses_only
         self.corpus: Corpus = corpus or open_corpus(config, place.rank, place.world)
         sharding = Sharding(place, config.dtype)
         self.model = Transformer(config, plugin, place.device, wrap=sharding)
@@ -80,7 +88,7 @@ class Trainer:
 
         Args:
             number: of the step, from 0.
-            counts: whether its time does.
+            counts: whether its time does; with `losses_only` none does.
 
         Returns:
             A line of the run's log.
@@ -114,20 +122,20 @@ class Trainer:
         seconds = _now(place) - started
         if not math.isfinite(mean_loss):
             raise UserError(f"the loss is {mean_loss} at step {number + 1}: lower learning_rate, or lengthen warmup")
-        if counts:
+        if counts and not self.losses_only:
             self.times.step_ms.append(seconds * 1e3)
             self.times.compiled += compilations.since_start()
             if place.device.type == "cuda":
                 self.times.states.append(_monitor(place).sample())
-        return {
+        line = {
             "step": number + 1,
             "loss": mean_loss,
             "balance": mean_balance,
             "gradient_norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
             "learning_rate": rate,
-            "seconds": round(seconds, 6),
             "tokens": (number + 1) * config.step_tokens,
         }
+        return line if self.losses_only else {**line, "seconds": round(seconds, 6)}
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -193,8 +201,9 @@ class Trainer:
         during = clock_fields(times.states) if times.states else None
         unstable = f"{times.compiled} compilations happened while timing" if times.compiled else ""
         losses, world = (loss, validation_loss), self.place.world
+        step_ms = None if self.losses_only else times.step_ms
         return rows.measured_row(
-            base, self.config, world, times.step_ms, *losses, peak_bytes, self.notes, during, unstable, communication
+            base, self.config, world, step_ms, *losses, peak_bytes, self.notes, during, unstable, communication
         )
 
     def _check_gradients(self) -> None:
@@ -211,6 +220,7 @@ def train(
     run_folder: Path,
     rows_folder: Path,
     resume: bool = False,
+    losses_only: bool = False,
     timeout_s: float = 600.0,
 ) -> None:
     """Train, write the curves and checkpoints to ``run_folder``, and a row to ``rows_folder``.
@@ -218,6 +228,7 @@ def train(
     Args:
         device: ``cuda`` or ``cpu``.
         resume: continue from the folder's newest whole checkpoint, where there is one.
+        losses_only: see `Trainer`.
         timeout_s: after which a process that keeps the others waiting counts as lost.
 
     Raises:
@@ -239,7 +250,7 @@ def train(
         base = rows.base_row(config, plugin, place.world, device)
         with failures(base, rows_folder, place):
             checkpoints.check_shared(latest, place.device)
-            trainer = Trainer(config, plugin, place)
+            trainer = Trainer(config, plugin, place, losses_only=losses_only)
             state = config, trainer.model, trainer.optimiser, trainer.corpus
             done = 0 if latest is None else checkpoints.load(latest, *state)
             log = Log(run_folder, done, config.as_dict()) if first else None
@@ -266,8 +277,9 @@ def train(
                 log.close()
             peak = trainer.peak_bytes()
             # The model is saved by now, and these steps are in no curve.
-            communication = trainer.communication(config.steps) if trainer.times.step_ms else None
-            if first and trainer.times.step_ms:
+            timed = trainer.times.step_ms and not losses_only
+            communication = trainer.communication(config.steps) if timed else None
+            if first and (timed or (losses_only and line)):
                 row = trainer.row(base, line["loss"], validation_loss, peak, communication)
                 out.print(
                     f"{_rates(row, place)}; row in {rows.append(rows_folder, row)}", highlight=False, soft_wrap=True
@@ -340,19 +352,24 @@ def _say(out: Console, trainer: Trainer, line: Mapping[str, Any]) -> None:
     config, place, step = trainer.config, trainer.place, line["step"]
     if not (out.is_terminal or step == config.steps or step % max(config.steps // 10, 1) == 0):
         return
-    tokens_per_s = config.step_tokens / line["seconds"]
-    parts = [f"step {step}/{config.steps}", f"loss {line['loss']:.4f}", f"{tokens_per_s:,.0f} tokens/s"]
-    if place.device.type == "cuda":
-        share = utilisation(config, tokens_per_s, place.world, torch.cuda.get_device_name(place.device))
-        parts += [f"{tokens_per_s * 86_400 / place.world / 1e9:.3g} B tokens/day/GPU"]
-        parts += [f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"]
-        parts += [] if share is None else [f"MFU {share:.1%}"]
+    parts = [f"step {step}/{config.steps}", f"loss {line['loss']:.4f}"]
+    on_gpu = place.device.type == "cuda"
+    if not trainer.losses_only:
+        tokens_per_s = config.step_tokens / line["seconds"]
+        parts += [f"{tokens_per_s:,.0f} tokens/s"]
+        if on_gpu:
+            share = utilisation(config, tokens_per_s, place.world, torch.cuda.get_device_name(place.device))
+            parts += [f"{tokens_per_s * 86_400 / place.world / 1e9:.3g} B tokens/day/GPU"]
+            parts += [] if share is None else [f"MFU {share:.1%}"]
+    parts += [f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"] if on_gpu else []
     out.print(", ".join(parts), highlight=False, end="\r" if out.is_terminal and step < config.steps else "\n")
 
 
 def _rates(row: Mapping[str, Any], place: Place) -> str:
     """A row's numbers for people."""
     numbers = row["training"]
+    if numbers["tokens_per_s"] is None:
+        return f"{row['label']}: no times"
     said = f"{row['label']}: {numbers['tokens_per_s']:,.0f} tokens/s"
     if place.device.type == "cuda":
         said += f", {numbers['tokens_per_day_per_gpu'] / 1e9:.3g} B tokens/day/GPU"

@@ -1,6 +1,7 @@
 """How small a difference of losses an experiment with few seeds can tell, and what it then says.
 
     python -m harness.training.power RUN_FOLDER...
+    python -m harness.training.power --plan DEVIATION SEEDS
 
 An arm is what is trained alike but for the seed: a routing. A seed gives the initial weights and the order of the data,
 the same in every arm, so arms are compared seed by seed: what a seed does to both cancels. The differences' standard
@@ -150,12 +151,38 @@ def table(arms: Mapping[str, Mapping[int, float]]) -> list[str]:
     return [*lines, f"{said}freedom)."]
 
 
+def plan(deviation: float, seeds: int) -> str:
+    """What top-K and one arm with so many seeds will tell, and an arm with one seed beside them.
+
+    Raises:
+        UserError: one seed, or a deviation that is none.
+    """
+    if seeds < 2 or not 0 <= deviation < math.inf:
+        raise UserError(f"--plan {deviation:g} {seeds}: a deviation of at least 0, in nats, and at least 2 seeds")
+    many, one = (detectable_difference(deviation, count, seeds - 1) for count in (seeds, 1))
+    return (
+        f"Two arms with {seeds} seeds each, whose difference a seed moves by {deviation:g} nats: a difference of "
+        f"{many:.4f} nats is found with a probability of {POWER:.0%}; of an arm with one seed, {one:.4f}."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print each arm beside top-K."""
+    """Print each arm beside top-K, or what a plan can tell."""
     parser = argparse.ArgumentParser(description="Validation losses of runs that differ in routing and seed.")
-    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("runs", type=Path, nargs="*")
+    parser.add_argument("--plan", nargs=2, metavar=("DEVIATION", "SEEDS"), help="before any run: what could be told")
+    given = parser.parse_args(arguments)
+    if bool(given.runs) == bool(given.plan):
+        parser.error("name the folders of runs, or --plan DEVIATION SEEDS")
     try:
-        arms = arms_of(parser.parse_args(arguments).runs)
+        if given.plan:
+            try:
+                deviation, seeds = float(given.plan[0]), int(given.plan[1])
+            except ValueError as error:
+                raise UserError(f"--plan {' '.join(given.plan)}: a number of nats, and a number of seeds") from error
+            print(plan(deviation, seeds))
+            return
+        arms = arms_of(given.runs)
         print("\n".join(table(arms)))
     except UserError as error:
         sys.exit(f"power: {error}")

@@ -235,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             and row["shape"] == config.shape.as_dict()
             and row["routing"]["method"] == "top_k"
             and row["variant"].endswith("recomputing") == config.recompute
+            and row.get("latency_ms")  # not from a shared GPU
         ]
         gpu = found[0]["environment"]["gpu"] if found else None
         if not gpu:

@@ -63,7 +63,7 @@ def measured_row(
     base: Mapping[str, Any],
     config: Config,
     world: int,
-    step_ms: Sequence[float],
+    step_ms: Sequence[float] | None,
     loss: float,
     validation_loss: float | None,
     peak_bytes: int | None,
@@ -75,7 +75,7 @@ def measured_row(
     """The row of a run's steps.
 
     Args:
-        step_ms: whole steps, wall clock, warm.
+        step_ms: whole steps, wall clock, warm; None: the GPU was shared, and the row has losses alone.
         loss: of the last step, nats a token.
         validation_loss: after it, with top-K; None where there was none.
         peak_bytes: the most that any process' GPU had allocated; None on a CPU.
@@ -83,13 +83,19 @@ def measured_row(
         unstable: why the numbers are not to be trusted, if so.
         communication: the step's share with communication, and with nothing else; None: not profiled.
     """
-    times = {**summarise(step_ms), "mode": "sustained"}
-    tokens_per_s = config.step_tokens / times["median"] * 1e3
     machine = dict(base["environment"])
+    row = {**base, "timestamp": utc_now(), "status": "ok", "reason": "", "notes": list(notes)}
+    tokens_per_s = None
+    if step_ms is None:
+        row["notes"].append("no times: the GPU was shared with other runs")
+    else:
+        times = {**summarise(step_ms), "mode": "sustained"}
+        tokens_per_s = config.step_tokens / times["median"] * 1e3
+        row["latency_ms"] = times
     training: dict[str, Any] = {
         "tokens_per_s": tokens_per_s,
-        "tokens_per_day_per_gpu": tokens_per_s * 86_400 / world,
-        "mfu": utilisation(config, tokens_per_s, world, machine["gpu"]),
+        "tokens_per_day_per_gpu": tokens_per_s and tokens_per_s * 86_400 / world,
+        "mfu": tokens_per_s and utilisation(config, tokens_per_s, world, machine["gpu"]),
         "world_size": world,
         "layers": config.layers,
         "steps": config.steps,
@@ -98,8 +104,7 @@ def measured_row(
     }
     if communication is not None:
         training["communication"], training["exposed_communication"] = communication
-    row = {**base, "timestamp": utc_now(), "status": "ok", "reason": "", "notes": list(notes)}
-    row |= {"latency_ms": times, "training": training}
+    row["training"] = training
     if peak_bytes is not None:
         row["memory_bytes"] = {"peak": peak_bytes}
     if during is not None:
