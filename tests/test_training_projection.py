@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import training_rows
 from scipy import stats
 
 from harness.errors import UserError
@@ -51,7 +52,67 @@ def test_one_step_is_divided_by_flops() -> None:
     own = replace(SEVEN, layers=8)
     assert 8 * compute.block + compute.rest == pytest.approx(0.5)
     assert compute.rest / 0.5 == pytest.approx(6 * 50304 * 1536 / costs.model_flops(own))
-    assert "divided by model FLOPs" in compute.how
+    assert "divided by FLOPs" in compute.how and "carried on to 43" in compute.how
+
+
+def test_what_is_computed_again_is_none_of_the_heads() -> None:
+    """One step alone, recomputing: blocks take four thirds of their model FLOPs, the forward a quarter of that."""
+    head, block = 6 * 50304 * 1536, (costs.model_flops(SEVEN) - 6 * 50304 * 1536) / 43
+    config = replace(SEVEN, recompute=True)
+    compute = compute_of([row(43, 2 * (head + 43 * 4 / 3 * block) * 1e-11 + optimiser(43))], config, GPU)
+    assert compute.rest == pytest.approx(head * 1e-11) and compute.block == pytest.approx(4 / 3 * block * 1e-11)
+    assert compute.forward_share * compute.block == pytest.approx(block * 1e-11 / 3)
+    assert "carried on" not in compute.how
+
+
+def test_steps_of_one_batch_only() -> None:
+    def steps(block: float, layers: list[int], micro_batches: int) -> list[dict[str, Any]]:
+        return [row(n, micro_batches * (block * n + 0.07) + optimiser(n), 1, micro_batches) for n in layers]
+
+    two, four, eight = steps(0.03, [8, 16], 2), steps(0.02, [8, 16], 4), steps(0.01, [8], 8)
+    assert compute_of(four + two + eight, SEVEN, GPU).block == pytest.approx(0.02)
+    assert "4 micro-batches with 8, 16 layers, carried on to 43" in compute_of(two + four, SEVEN, GPU).how
+    whole = compute_of(two + four + steps(0.04, [43], 1), SEVEN, GPU)
+    assert 43 * whole.block + whole.rest == pytest.approx(0.04 * 43 + 0.07)
+    # The newest of equal ones, wherever it stands.
+    new, old = ({**steps(block, [8], 4)[0], "timestamp": f"20{year}-01-01"} for block, year in ((0.02, 31), (0.05, 30)))
+    assert compute_of([new, old], SEVEN, GPU) == compute_of([new], SEVEN, GPU) != compute_of([old], SEVEN, GPU)
+
+
+def test_steps_of_the_configuration() -> None:
+    ours = training_rows.step(layers=8)
+    others = [
+        training_rows.failed("out_of_memory", "too large"),
+        training_rows.step(unstable="something compiled"),
+        {**ours, "measured_on": "cpu"},
+        {**ours, "training": {**ours["training"], "tokens_per_s": None}},
+        {**ours, "variant": ours["variant"].replace("7B", "my 7B")},
+        training_rows.in_turns(ours, ours, 1.0),
+        *(
+            training_rows.step(**changes)
+            for changes in ({"configuration": "1.4B"}, {"micro_batch": 3}, {"routing": "nearest"}, {"recompute": True})
+        ),
+        training_rows.step(implementation="scattermoe"),
+    ]
+    assert projection.steps_of([*others, ours], SEVEN, "sonicmoe_triton") == [ours]
+    again = projection.steps_of([*others, ours], replace(SEVEN, recompute=True), "sonicmoe_triton")
+    assert again == [others[-2]]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "training.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*training_rows.session(), training_rows.step(world=8)]))
+    projection.main([str(path), "--implementation", "sonicmoe_triton", "--gpus", "64", "96", "128"])
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == " ".join(projection.COLUMNS).split() and len({len(line) for line in (head, *lines[:3])}) == 1
+    config = replace(SEVEN, recompute=False)
+    rows = projection.steps_of(training_rows.session(), config, "sonicmoe_triton")
+    its = project(config, compute_of(rows, config, GPU), 96, GPU)
+    assert lines[1].split()[:2] == ["96", f"{its.tokens_per_day / 1e9:.1f}"] and "225 (ScatterMoE)" in lines[1]
+    # 64 micro-batches of 6 sequences: on more GPUs each has one.
+    assert [project(config, COMPUTE, gpus, GPU).sequences for gpus in (16, 64, 96)] == [384, 384, 576]
+    assert lines[2].endswith("–") and lines[3].startswith("check: 7B, 43 layers, 384 sequences, 11 steps, 8 processes")
+    assert "20, 24 layers" in lines[4] and "Each GPU has the memory" in " ".join(lines)
 
 
 def test_a_link_without_end_hides_everything() -> None:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from harness.claims import VERDICTS, ClaimResult, Finding
 from harness.errors import UserError
-from harness.report import conformance, paper, tables
+from harness.report import conformance, paper, tables, training
 from harness.report.figures import Figure
 from harness.report.rows import Stored, latest, read, sweep_point_key
 from harness.report.tables import Place, Table, commit_text
@@ -86,7 +86,7 @@ class Report:
         paired: (GPU, shape) -> official / ours, forward + backward, from ratio rows.
         conformance: (GPU, implementation, statuses of its cases in words) of the conformance suite.
         base: from the report's folder to the results folder, for links.
-        in_table: places of the rows that stand in the tables of measurements and ratios.
+        in_table: places of the rows that stand in the tables of measurements and ratios, training's included.
     """
 
     summary: tuple[str, ...]
@@ -151,9 +151,11 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
     newest = sorted(latest(stored, sweep_point_key), key=lambda one: _ORDER[one.row["measured_on"]])
     claims = claims_of.judge(claims_of.lines_of(stored))
     layers, gpus = paper.layers(results)
-    found = [tables.measurements(newest), tables.ratios(newest)]
-    in_table = {cell for table in found for row in table.rows for cell in row if isinstance(cell, Place)}
-    parts = [paper.as_table(layers, gpus), tables.across(stored)]
+    # Steps of whole models have tables of their own beside those of layers and kernels.
+    steps, others = training.of(newest, claims), training.split(newest)[1]
+    found = [tables.measurements(others), tables.ratios(others)]
+    in_table = {cell for table in [*found, *steps] for row in table.rows for cell in row if isinstance(cell, Place)}
+    parts = [paper.as_table(layers, gpus), tables.across(training.split(stored)[1]), *steps]
     if against is not None:
         earlier, more = read(against, "--against")
         problems += [f"against {plain(against)}: {problem}" for problem in more]

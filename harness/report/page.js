@@ -4,7 +4,7 @@
 (() => {
   const STEP = 200;
   // The tables whose rows links can name: one line for each stored row.
-  const NAMED = ["measurements", "ratios"];
+  const NAMED = ["measurements", "ratios", "training", "training-ratios"];
   const collator = new Intl.Collator("en", { numeric: true });
 
   const make = (name, properties = {}, ...children) => {

@@ -12,6 +12,7 @@ from harness import store
 from harness.errors import UserError
 from harness.record import Row
 from harness.report.text import plain
+from harness.training.rows import OPERATION
 
 #: What stands in place of a GPU's name where a row was not measured on a GPU, or does not name it.
 TRACED, UNNAMED = "fake tensors", "unnamed GPU"
@@ -53,10 +54,12 @@ class Stored:
 
     @property
     def routing(self) -> str:
-        """``top_k, uniform``, with the tile where a method rounds to it."""
+        """``top_k, uniform``, with the tile where a method rounds to it; without the distribution where a model in
+        training decides."""
         method = self.text("routing", "method")
         tile = "" if method == "top_k" else f" to {self.text('routing', 'm_tile')}"
-        return f"{method}{tile}, {self.text('routing', 'distribution')}"
+        drawn = "" if self.row["operation"] == OPERATION else f", {self.text('routing', 'distribution')}"
+        return f"{method}{tile}{drawn}"
 
     @property
     def mode(self) -> str:

@@ -98,7 +98,8 @@ def _as_number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _day(stored: Stored) -> str:
+def day(stored: Stored) -> str:
+    """``2026-01-31 12:00``."""
     return stored.text("timestamp")[:16].replace("T", " ")
 
 
@@ -125,7 +126,7 @@ def measurements(rows: Sequence[Stored]) -> Table:
             _interval(device), basis, _interval(times(stored).get("host")),
             _number(_as_number(stored.get("tflops", "device"))), _number(_as_number(stored.get("gb_per_s", "device"))),
             _number(None if memory is None else memory / GIB), stored.routing, stored.text("dtype"), stored.mode,
-            stored.text("sweep"), _day(stored), stored.text("reason"), Place(stored.file, stored.line),
+            stored.text("sweep"), day(stored), stored.text("reason"), Place(stored.file, stored.line),
         ))  # fmt: skip
     return Table(
         "measurements", "Measurements",
@@ -160,7 +161,7 @@ def ratios(rows: Sequence[Stored]) -> Table:
             stored.text("denominator") + (f" ({bound})" if bound else ""), stored.text("operation"),
             stored.text("variant"), stored.shape, stored.text("pass"), stored.text("status"),
             Number(value, text.with_interval(value, low, high)), _count(samples), stored.text("time_kind"), routing,
-            stored.text("sweep"), _day(stored), stored.text("reason"), Place(stored.file, stored.line),
+            stored.text("sweep"), day(stored), stored.text("reason"), Place(stored.file, stored.line),
         ))  # fmt: skip
     return Table(
         "ratios", "Ratios",
@@ -209,7 +210,7 @@ def runs(rows: Iterable[Stored]) -> Table:
         found.setdefault((stored.text("run_id"), stored.text("sweep"), stored.machine), []).append(stored)
     lines: list[tuple[Cell, ...]] = []
     for (run, sweep, machine), group in found.items():
-        dates = sorted(map(_day, group))
+        dates = sorted(map(day, group))
         commits = sorted({commit_text(stored) for stored in group} - {""})
         statuses = Counter(stored.text("status") for stored in group)
         others = ", ".join(f"{number} {status}" for status, number in sorted(statuses.items()) if status != "ok")

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness.claims import ClaimResult
-from harness.report import conformance, data
+from harness.report import conformance, data, training
 from harness.report.data import SUBJECTS, Report
 from harness.report.tables import Table, cell_text
 from harness.report.text import NONE, count, in_unit, number, one_line, plain
@@ -24,6 +24,8 @@ MOST = 12
 MOST_POINTS = 40
 #: Characters that a column of claims needs to be read.
 NARROW = 18
+#: Characters that a table of training steps needs to be read.
+WIDE = 140
 
 
 def render(out: Console, report: Report) -> None:
@@ -39,6 +41,7 @@ def render(out: Console, report: Report) -> None:
     _list(out, "Not used", report.problems, "yellow")
     _claims(out, report)
     _layers(out, report)
+    _training(out, report)
     for name in ("against", "repeated"):
         table = report.table(name)
         if table is not None and (table.rows or name == "against"):
@@ -137,6 +140,28 @@ def _layers(out: Console, report: Report) -> None:
     for gpu in report.layer_gpus:
         columns += [(f"{gpu}: official", "number"), ("ours", "number"), ("time, official / ours", "number")]
     _table(out, "Forward + backward of SonicMoE, TFLOPS; times in pairs", columns, rows)
+
+
+def _training(out: Console, report: Report) -> None:
+    """Rates, ratios and projection of training steps; reasons, places and dates are in the other forms."""
+    for name, left_out in training.TERMINAL.items():
+        table = report.table(name)
+        if table is None or not table.rows:
+            continue
+        kept = [index for index, column in enumerate(table.columns) if column.title not in left_out]
+        columns = [(table.columns[index].title, table.columns[index].kind) for index in kept]
+        lines = [[cell_text(row[index]) for index in kept] for row in table.rows[:MOST_POINTS]]
+        if out.width >= WIDE:
+            _table(out, table.title, columns, lines)
+        else:
+            out.print(Text(table.title, style="bold"))
+            for cells in lines:
+                parts = zip(columns, cells, strict=True)
+                _line(out, "; ".join(f"{title}: {cell}" for (title, _), cell in parts if cell not in ("", NONE)), 2)
+        if len(table.rows) > MOST_POINTS:
+            _line(out, f"… {len(table.rows) - MOST_POINTS} more in the other forms", 2)
+        if name == training.PROJECTION:
+            _line(out, table.about, 2)
 
 
 def changes(out: Console, table: Table) -> None:

@@ -9,8 +9,10 @@ link. Communication runs beside computation: the next block's weights arrive whi
     forward  = L · max(compute, gather) + gather
     backward = L · max(compute, gather + scatter) + scatter
 
-with what cannot hide, the first gather and the last scatter, added once. Embedding, norms and head are gathered once a
-micro-batch, and their gradients scattered once, unhidden. The optimiser's time falls as 1 / W.
+with what cannot hide, the first gather and the last scatter, added once. Recomputing moves a forward's work into the
+backward and gathers nothing more: a block's forward runs again while its weights are there for the backward. Embedding,
+norms and head are gathered once a micro-batch, and their gradients scattered once, unhidden. The time of clipping and
+of the optimiser falls as 1 / W.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,17 @@ from harness import store
 from harness.errors import UserError
 from harness.gpus import rates_of
 from harness.training import costs
+from harness.training import rows as rows_module
 from harness.training.config import Config, load_config
 
-#: The paper's: GPUs (H100) -> tokens a day of its 7B model, with SonicMoE on 64, with ScatterMoE on 96.
-PAPER = {64: 213e9, 96: 225e9}
-#: AdamW reads gradient, weight and two moments and writes three of them, in fp32: bytes a parameter.
-OPTIMISER_BYTES = 28
+#: The paper's: GPUs (H100) -> whose kernels trained its 7B model there, and tokens a day.
+PAPER = {64: ("SonicMoE", 213e9), 96: ("ScatterMoE", 225e9)}
+#: AdamW reads gradient, weight and two moments and writes three of them; clipping before reads the gradient twice and
+#: writes it: fp32 bytes a parameter.
+OPTIMISER_BYTES = 28 + 12
+#: Of a table of projections (`cells`).
+COLUMNS = ("GPUs", "B tokens/day", "nothing hidden – all hidden", "a GPU", "exposed", "state GiB", "sequences a step",
+           "paper, H100")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Projection:
         bounds: nothing hidden, everything hidden.
         exposed: the share of a step that waits for communication.
         state_bytes: weights, gradients and optimiser's state on each GPU.
+        sequences: of a step. The configuration's, where its micro-batches divide among the GPUs.
     """
 
     gpus: int
@@ -93,13 +101,33 @@ class Projection:
     bounds: tuple[float, float]
     exposed: float
     state_bytes: float
+    sequences: int
+
+
+def steps_of(rows: Iterable[Mapping[str, Any]], config: Config, implementation: str) -> list[Mapping[str, Any]]:
+    """The rows of an implementation's training steps, routed by top-K, that tell what the configuration computes: on
+    GPUs, with its name and layer shape, recomputing if it does; with any number of layers, GPUs and micro-batches."""
+    return [
+        row
+        for row in rows
+        if (row["record"], row["operation"], row["status"]) == ("measurement", rows_module.OPERATION, "ok")
+        and row["measured_on"] == "cuda"
+        and row["implementation"] == implementation
+        and row["shape"] == config.shape.as_dict()
+        and row["routing"]["method"] == "top_k"
+        and row["variant"].split(", ")[0] == config.name
+        and ("recomputing" in row["variant"].split(", ")) == config.recompute
+        and row["training"]["tokens_per_s"] is not None
+    ]
 
 
 def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> Compute:
-    """What a micro-batch computes, from rows of steps on one GPU (of the same layer shape and batch).
+    """What a micro-batch computes, from rows of steps on one GPU (`steps_of`).
 
-    With two or more numbers of layers the time is fitted as a line; with one it is divided by model FLOPs. The
-    optimiser's time, by the memory's rate, is taken off.
+    With two or more numbers of layers the time is fitted as a line; with one it is divided by FLOPs. The time of
+    clipping and of the optimiser, by the memory's rate, is taken off. Only steps of one batch are used, since what else
+    a step costs weighs the more the fewer micro-batches it has: those of the configuration's number of layers, else of
+    the most numbers of layers, else of the most micro-batches. Of equal steps the median counts.
 
     Raises:
         UserError: no such row, or a GPU whose rates are not recorded.
@@ -107,27 +135,37 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
     rates = rates_of(gpu)
     if rates is None:
         raise UserError(f"no rates are recorded for {gpu} (harness/gpus.py)")
-    every: dict[int, list[float]] = {}
+    batches: dict[int, dict[int, list[float]]] = {}
     for row in rows:
         if row["training"]["world_size"] == 1:
             own = _as_measured(config, row)
             optimiser = costs.parameters(own) * OPTIMISER_BYTES / rates.bytes_per_s
-            every.setdefault(own.layers, []).append((row["latency_ms"]["median"] / 1e3 - optimiser) / own.micro_batches)
-    # Steps of one number of layers differ in their number of micro-batches, and in when they were measured.
-    seconds = {layers: statistics.median(its) for layers, its in every.items()}
-    if not seconds:
+            micro_batch = (row["latency_ms"]["median"] / 1e3 - optimiser) / own.micro_batches
+            batches.setdefault(own.micro_batches, {}).setdefault(own.layers, []).append(micro_batch)
+    if not batches:
         raise UserError("no row of a step on one GPU: moebench train 7B --layers N")
+    micro_batches, found = max(
+        batches.items(), key=lambda batch: (config.layers in batch[1], len(batch[1]), batch[0])
+    )
+    seconds = {layers: statistics.median(its) for layers, its in found.items()}
     # A block's forward is a third of its FLOPs, a quarter where the backward computes it again.
     forward = 1 / 4 if config.recompute else 1 / 3
+    steps = f"of {micro_batches} micro-batches"
+    beyond = "" if config.layers in seconds else f", carried on to {config.layers} by the time of one layer"
     if len(seconds) > 1:
         slope, rest = np.polyfit(list(seconds), list(seconds.values()), 1)
+        numbers = ", ".join(map(str, sorted(seconds)))
         if slope <= 0 or rest < 0:
-            raise UserError(f"steps with {sorted(seconds)} layers lie on no rising line: measure them again")
-        return Compute(float(slope), float(rest), forward, f"a line through steps with {sorted(seconds)} layers")
+            raise UserError(f"steps with {numbers} layers lie on no rising line: measure them again")
+        return Compute(
+            float(slope), float(rest), forward, f"a line through steps {steps} with {numbers} layers{beyond}"
+        )
     ((layers, total),) = seconds.items()
     head = 6 * config.vocabulary * config.d
-    share = head / costs.model_flops(replace(config, layers=layers))
-    how = f"a step with {layers} layers, divided by model FLOPs"
+    # What is computed again are no model FLOPs, and none of it is the head's.
+    again = 4 / 3 if config.recompute else 1.0
+    share = head / (head + again * (costs.model_flops(replace(config, layers=layers)) - head))
+    how = f"a step {steps} with {layers} layers, divided by FLOPs{beyond}"
     return Compute(total * (1 - share) / layers, total * share, forward, how)
 
 
@@ -154,7 +192,7 @@ def check(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str, links: Li
             continue
         same = own.layers, own.micro_batches // world
         alike = [one for one, its, alone in steps if alone == 1 and (its.layers, its.micro_batches) == same]
-        its = project(own, compute_of(alike or rows, config, gpu), world, gpu, links)
+        its = project(own, compute_of(alike or rows, own, gpu), world, gpu, links)
         ratio = its.tokens_per_day / (row["training"]["tokens_per_day_per_gpu"] * world)
         measured = row["training"].get("exposed_communication")
         exposed = "not measured" if measured is None else f"{measured:.1%} measured"
@@ -199,14 +237,34 @@ def project(config: Config, compute: Compute, gpus: int, gpu: str, links: Links 
         (rate(computing + communicating), rate(max(computing, communicating))),
         (overlapped - computing) * own / (own * overlapped + optimiser),
         16 * every / gpus,
+        gpus * own * config.micro_batch,
     )
 
 
-def assumptions(config: Config, compute: Compute, links: Links) -> list[str]:
+def cells(its: Projection) -> tuple[tuple[float | None, str], ...]:
+    """A line under `COLUMNS`: numbers, and what they read."""
+    billions, (low, high) = its.tokens_per_day / 1e9, (bound / 1e9 for bound in its.bounds)
+    who, paper = PAPER.get(its.gpus, ("", None))
+    return (
+        (its.gpus, str(its.gpus)),
+        (billions, f"{billions:.1f}"),
+        (low, f"{low:.1f} – {high:.1f}"),
+        (billions / its.gpus, f"{billions / its.gpus:.2f}"),
+        (its.exposed, f"{100 * its.exposed:.1f} %"),
+        (its.state_bytes, f"{its.state_bytes / 2**30:.1f}"),
+        (its.sequences, str(its.sequences)),
+        (paper, f"{paper / 1e9:.0f} ({who})" if paper else "–"),
+    )
+
+
+def assumptions(config: Config, links: Links) -> list[str]:
     """What a projection takes for granted, in sentences."""
     return [
-        f"A micro-batch's computation is that of one GPU: {compute.how}.",
-        f"{config.layers} layers, {config.batch} sequences a step, {config.micro_batch} a micro-batch.",
+        "A micro-batch's computation is that of one GPU.",
+        f"{config.layers} layers, {config.batch} sequences a step, {config.micro_batch} a micro-batch, of which each "
+        "GPU has at least one: where they do not divide among the GPUs, a step has other sequences.",
+        "Each GPU has the memory for a micro-batch's activations beside its share of weights, gradients and AdamW's "
+        "state.",
         f"Collectives reach {links.efficiency:.0%} of {links.inside / 1e9:.0f} GB/s within a machine of {links.gpus} "
         f"GPUs, and of {links.between / 1e9:.0f} GB/s for each GPU between machines.",
         "Communication slows no kernel down that computes beside it, and no GPU waits for a slower one.",
@@ -227,28 +285,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = load_config(given.configuration, {"recompute": given.recompute or None})
     links = Links(efficiency=given.efficiency)
     try:
-        found = [
-            row
-            for row in store.latest(store.read(given.rows)[0])
-            if (row["record"], row["operation"], row["status"]) == ("measurement", "training_step", "ok")
-            and row["implementation"] == given.implementation
-            and row["shape"] == config.shape.as_dict()
-            and row["routing"]["method"] == "top_k"
-            and row["variant"].endswith("recomputing") == config.recompute
-            and row.get("latency_ms")  # not from a shared GPU
-        ]
+        found = steps_of(store.latest(store.read(given.rows)[0]), config, given.implementation)
         gpu = found[0]["environment"]["gpu"] if found else None
         if not gpu:
             raise UserError(f"{given.rows}: no training step of {given.implementation} on a GPU at {config.shape}")
         compute = compute_of(found, config, gpu)
-        print("GPUs   B tokens/day (nothing hidden – all hidden)   B/GPU   exposed   state/GPU   paper (H100)")
-        for gpus in given.gpus:
-            its = project(config, compute, gpus, gpu, links)
-            low, high = (bound / 1e9 for bound in its.bounds)
-            paper = f"{PAPER[gpus] / 1e9:.0f}" if gpus in PAPER else "–"
-            rate = f"{its.tokens_per_day / 1e9:.1f} ({low:.1f} – {high:.1f})   {its.tokens_per_day / gpus / 1e9:.2f}"
-            print(f"{gpus:4}   {rate}   {its.exposed:.1%}   {its.state_bytes / 2**30:.1f} GiB   {paper}")
-        print("\n".join([*check(found, config, gpu, links), *assumptions(config, compute, links)]))
+        lines = [cells(project(config, compute, gpus, gpu, links)) for gpus in given.gpus]
+        texts = [COLUMNS, *([text for _, text in line] for line in lines)]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        for line in texts:
+            print("   ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+        print("\n".join([*check(found, config, gpu, links), f"From {compute.how}.", *assumptions(config, links)]))
     except UserError as error:
         sys.exit(f"projection: {error}")
 

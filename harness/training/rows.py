@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,31 @@ def variant(config: Config, world: int) -> str:
     parts = [config.name, f"{config.layers} layers", f"{config.batch} sequences", f"{config.steps} steps"]
     parts += [f"{world} process{plural}"]
     return ", ".join([*parts, "recomputing"] if config.recompute else parts)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a `variant` says: configuration, layers and processes (0: nothing of them), and the rest in words, without
+    the run's number of steps."""
+
+    configuration: str
+    layers: int
+    processes: int
+    rest: str
+
+
+def asked(text: str) -> Asked:
+    """A variant taken apart; any text has one."""
+    name, *parts = text.split(", ")
+    numbers = {"layers": 0, "process": 0, "steps": 0}
+    rest = []
+    for part in parts:
+        found = re.fullmatch(r"(\d+) (layers|process|steps)(?:es)?", part, re.ASCII)
+        if found:
+            numbers[found[2]] = int(found[1])
+        else:
+            rest.append(part)
+    return Asked(name, numbers["layers"], numbers["process"], ", ".join(rest))
 
 
 def base_row(config: Config, plugin: Implementation, world: int, device: str) -> dict[str, Any]:

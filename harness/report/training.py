@@ -1,0 +1,171 @@
+"""Training steps in the report: their rates, ratios of steps in turns, and the projection to many GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.claims import ClaimResult
+from harness.errors import UserError
+from harness.record import Row
+from harness.report import tables, text
+from harness.report.rows import Stored
+from harness.report.tables import Cell, Column, Number, Place, Table
+from harness.report.text import NONE
+from harness.training import projection
+from harness.training.config import load_config
+from harness.training.rows import OPERATION, asked
+
+#: Anchors of the tables.
+NAME, RATIOS, PROJECTION = "training", "training-ratios", "training-projection"
+#: Columns that a terminal has no room for.
+TERMINAL = {
+    NAME: ("seed", "validation loss", "date (UTC)", "reason", "row"),
+    RATIOS: ("rounds", "date (UTC)", "reason", "row"),
+    PROJECTION: ("state GiB", "sequences a step"),
+}
+#: The configuration of the paper's training runs.
+CONFIGURATION = "7B"
+
+
+def split(rows: Sequence[Stored]) -> tuple[list[Stored], list[Stored]]:
+    """Rows of training steps, and all others."""
+    steps = [stored for stored in rows if stored.row["operation"] == OPERATION]
+    return steps, [stored for stored in rows if stored.row["operation"] != OPERATION]
+
+
+def of(newest: Sequence[Stored], claims: Sequence[ClaimResult]) -> list[Table]:
+    """The tables of the latest row of each training step; none without such rows.
+
+    Args:
+        claims: whose numbers stand beside the ratios that they rest on.
+    """
+    steps = sorted(split(newest)[0], key=_order)
+    measured = [stored for stored in steps if stored.row["record"] == "measurement"]
+    return [rates(measured), ratios(steps, claims), projected(measured)] if steps else []
+
+
+def _order(stored: Stored) -> tuple[bool, str, str, int, int, str]:
+    what = asked(stored.text("variant"))
+    return not stored.on_gpu, stored.machine, what.configuration, -what.layers, what.processes, what.rest
+
+
+def _what(stored: Stored) -> tuple[Cell, Cell, Cell, Cell]:
+    """Machine, configuration, layers, and how a step is made."""
+    what = asked(stored.text("variant"))
+    return stored.machine, what.configuration, _whole(what.layers), what.rest
+
+
+def _whole(number: int) -> Number:
+    return Number(number or None, str(number) if number else NONE)
+
+
+def _gpus(stored: Stored) -> Number:
+    return _whole(asked(stored.text("variant")).processes if stored.on_gpu else 0)
+
+
+def _rate(stored: Stored) -> Number:
+    """Billion tokens a day on each GPU, with the interval of the step's time."""
+    rate, times = stored.get("training", "tokens_per_day_per_gpu"), stored.get("latency_ms")
+    if rate is None or not times or not stored.on_gpu:
+        return Number(None, NONE)
+    low, high = (rate * times["median"] / end / 1e9 for end in reversed(times["ci95"]))
+    return Number(rate / 1e9, text.with_interval(rate / 1e9, low, high, 3))
+
+
+def rates(measured: Sequence[Stored]) -> Table:
+    """A line for each step."""
+    lines: list[tuple[Cell, ...]] = []
+    for stored in measured:
+        mfu, rate, validation = (stored.get("training", name) for name in ("mfu", "tokens_per_s", "validation_loss"))
+        peak, seed = stored.get("memory_bytes", "peak"), stored.get("routing", "seed")
+        lines.append((
+            *_what(stored), stored.text("implementation"), stored.routing, Number(seed, text.plain(seed)),
+            Number(rate, NONE if rate is None else f"{rate:,.0f}"), _rate(stored),
+            Number(mfu, NONE if mfu is None else f"{100 * mfu:.1f} %"),
+            Number(peak, NONE if peak is None else f"{peak / tables.GIB:.1f}"), _gpus(stored),
+            Number(validation, text.number(validation)), stored.text("status"), tables.day(stored),
+            stored.text("reason"), Place(stored.file, stored.line),
+        ))  # fmt: skip
+    return Table(
+        NAME, "Training",
+        "Whole steps of a model, wall clock: data, forward, backward, clipping, optimiser; the latest row of each, "
+        "with the 95 % interval of the median. B: billion. MFU: model FLOPs over the datasheet's peak; recomputation "
+        "does not count. Memory: the most allocated on any GPU, weights and optimiser included. Two rows are of two "
+        "moments: how much faster one is than the other, the ratios below say.",
+        (Column("GPU", filter=True), Column("configuration", filter=True), Column("layers", "number"),
+         Column("a step"), Column("implementation", filter=True), Column("routing", filter=True),
+         Column("seed", "number"), Column("tokens/s", "number"), Column("B tokens a day a GPU", "number"),
+         Column("MFU", "number"), Column("peak memory GiB", "number"), Column("GPUs", "number"),
+         Column("validation loss", "number"), Column("status", filter=True), Column("date (UTC)"),
+         Column("reason", wide=True), Column("row", "place")),
+        tuple(lines), "No training steps by themselves.",
+    )  # fmt: skip
+
+
+def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
+    """Steps in turns, each beside the number of the claim that rests on it."""
+    paper = {
+        (ref.file, ref.line): result.claim
+        for result in claims for finding in result.findings for ref in finding.rows
+        if result.claim.paper is not None
+    }  # fmt: skip
+    lines: list[tuple[Cell, ...]] = []
+    for stored in steps:
+        if stored.row["record"] != "ratio":
+            continue
+        claim = paper.get((stored.file, stored.line))
+        other = stored.get("denominator_routing")
+        routing = f"{stored.routing} / {text.plain(other['method'])}" if other else stored.routing
+        value, samples, (low, high) = stored.get("value"), stored.get("samples"), stored.get("ci95") or (None, None)
+        lines.append((
+            *_what(stored), _gpus(stored), stored.text("numerator"), stored.text("denominator"), routing,
+            Number(value, text.with_interval(value, low, high)), Number(samples, text.plain(samples) or NONE),
+            Number(claim.paper, text.in_unit(claim.paper, claim.unit)) if claim else Number(None, NONE),
+            stored.text("status"), tables.day(stored), stored.text("reason"), Place(stored.file, stored.line),
+        ))  # fmt: skip
+    return Table(
+        RATIOS, "Training: ratios",
+        "The numerator's time of a step over the denominator's: above 1 the denominator is faster. Both train in one "
+        "process, in rounds: some steps of the one, then of the other, in random order. Beside it the paper's number, "
+        "where one of its claims rests on the row.",
+        (Column("GPU", filter=True), Column("configuration", filter=True), Column("layers", "number"),
+         Column("a step"), Column("GPUs", "number"), Column("numerator", filter=True),
+         Column("denominator", filter=True), Column("routing"), Column("ratio", "number"), Column("rounds", "number"),
+         Column("paper, H100", "number"), Column("status", filter=True), Column("date (UTC)"),
+         Column("reason", wide=True), Column("row", "place")),
+        tuple(lines), "Nothing was compared in turns: moebench train 7B --against scattermoe",
+    )  # fmt: skip
+
+
+def projected(measured: Sequence[Stored]) -> Table:
+    """What the paper's training runs would be with each implementation measured, recomputing or not, as far as steps
+    on one GPU tell."""
+    links = projection.Links()
+    groups: dict[tuple[str, str, bool], list[Row]] = {}
+    for stored in measured:
+        if stored.get("training", "world_size") != 1:
+            continue
+        for recompute in (False, True):
+            config = load_config(CONFIGURATION, {"recompute": recompute})
+            if projection.steps_of([stored.row], config, stored.text("implementation")):
+                key = stored.machine, stored.text("implementation"), recompute
+                groups.setdefault(key, []).append(stored.row)
+    lines: list[tuple[Cell, ...]] = []
+    for (machine, name, recompute), rows in groups.items():
+        config = load_config(CONFIGURATION, {"recompute": recompute})
+        what = machine, name, "yes" if recompute else "no"
+        try:
+            compute = projection.compute_of(rows, config, machine)
+            for gpus in projection.PAPER:
+                its = projection.cells(projection.project(config, compute, gpus, machine, links))
+                lines.append((*what, *(Number(*cell) for cell in its), compute.how))
+        except UserError as error:
+            lines.append((*what, *(Number(None, NONE) for _ in projection.COLUMNS), str(error)))
+    about = [f"What {CONFIGURATION} would train on many GPUs, from steps on one of them: a model, not a measurement."]
+    return Table(
+        PROJECTION, "Training: projected to many GPUs",
+        " ".join(about + projection.assumptions(load_config(CONFIGURATION), links)),
+        (Column("GPU", filter=True), Column("implementation", filter=True), Column("recomputing", filter=True),
+         *(Column(title, "number") for title in projection.COLUMNS), Column("computation from", wide=True)),
+        tuple(lines), f"No step of {CONFIGURATION} on one GPU.",
+    )  # fmt: skip

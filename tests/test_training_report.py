@@ -1,0 +1,114 @@
+"""Training steps in the report: tables of their own, beside the paper's numbers, in every form."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+from test_plots import ratio, synthetic
+from test_report import build, column, store, titled
+from training_rows import GPU, in_turns, session, step
+
+from harness.record import Row
+from harness.report import html, markdown, terminal, training
+from harness.report.rows import Stored
+from plots import rows as table
+
+OURS = "sonicmoe_triton"
+FILE = "gpu/training.jsonl"
+
+
+def test_steps_stand_apart_from_layers(tmp_path: Path) -> None:
+    layers = [synthetic(environment={"gpu": GPU}), ratio("scattermoe", OURS, table.HEADLINE_SHAPE, 2.0)]
+    alone = build(store(tmp_path / "alone", layers))
+    both = build(store(store(tmp_path / "both", layers), session(), FILE))
+    for name in ("measurements", "ratios"):
+        assert titled(both, name).rows == titled(alone, name).rows
+    names = (training.NAME, training.RATIOS, training.PROJECTION)
+    assert [alone.table(name) for name in names] == [None] * 3
+    assert "Training" not in markdown.render(alone, tmp_path)
+    assert all(name in [one.name for one in both.tables] for name in names)
+    assert column(titled(both, "failures"), "operation") == ["training_step"]
+
+
+def test_rates(tmp_path: Path) -> None:
+    found = titled(build(store(tmp_path, session(), FILE)), training.NAME)
+    assert column(found, "configuration") == ["1.4B"] * 2 + ["7B"] * 7
+    assert column(found, "layers") == ["17", "17", "43", "43", "43", "43", "24", "24", "20"]
+    assert column(found, "routing")[:3] == ["top_k", "nearest to 128", "top_k"]
+    assert column(found, "a step")[2] == "24 sequences, recomputing"
+    ours = step(layers=43, batch=24, recompute=True)
+    place = column(found, "implementation").index(OURS, 2)
+    assert column(found, "tokens/s")[place] == f"{ours['training']['tokens_per_s']:,.0f}"
+    rate = ours["training"]["tokens_per_day_per_gpu"] / 1e9
+    assert column(found, "B tokens a day a GPU")[place].startswith(f"{rate:.2f} [")
+    assert column(found, "MFU")[place] == f"{100 * ours['training']['mfu']:.1f} %"
+    assert column(found, "peak memory GiB")[place] == "100.0" and column(found, "GPUs") == ["1"] * 9
+    broken = column(found, "status").index("out_of_memory")
+    assert [column(found, title)[broken] for title in ("implementation", "tokens/s", "MFU")] == ["scattermoe", "–", "–"]
+
+
+def stored(*rows: dict[str, Any]) -> list[Stored]:
+    return [Stored(cast(Row, row), FILE, line, GPU) for line, row in enumerate(rows, 1)]
+
+
+def test_what_has_no_rate_of_a_gpu() -> None:
+    """A run for its losses alone, and one on a CPU."""
+    losses = step()
+    losses["training"] |= {"tokens_per_s": None, "tokens_per_day_per_gpu": None, "mfu": None, "validation_loss": 3.2}
+    rates, _, projected = training.of(stored(losses, {**step("tiny"), "measured_on": "cpu"}), [])
+    assert column(rates, "B tokens a day a GPU") == ["–", "–"] and column(rates, "GPUs") == ["1", "–"]
+    assert column(rates, "validation loss") == ["3.200", "–"] and not projected.rows
+    assert column(rates, "tokens/s")[0] == "–" != column(rates, "tokens/s")[1]
+
+
+def test_ratios_stand_beside_the_claims_that_rest_on_them(tmp_path: Path) -> None:
+    top_k = step()
+    together = in_turns(step(world=8), step(world=8), 1.0)
+    older = in_turns(step(implementation="scattermoe"), top_k, 1.3)
+    results = store(tmp_path, [older, *session(), together], FILE)
+    made = build(results)
+    found = titled(made, training.RATIOS)
+    paper = dict(zip(column(found, "row"), column(found, "paper, H100"), strict=True))
+    claims = {finding.rows[0].line: result.claim.id for result in made.claims for finding in result.findings
+              if finding.rows}  # fmt: skip
+    assert claims == {4: "training-throughput-7b", 16: "token-rounding-training-throughput"}
+    assert {place: text for place, text in paper.items() if text != "–"} == {
+        f"{FILE}:4": "1.42×",
+        f"{FILE}:16": "1.16×",
+    }
+    assert column(found, "routing")[0] == "top_k / nearest" and sorted(column(found, "GPUs")) == ["1"] * 5 + ["8"]
+    # Claims link to these rows as to any others.
+    assert f"#row-{FILE}%3A4" in html.render(made)
+
+
+def test_projected(tmp_path: Path) -> None:
+    rows = [*session(), step(implementation="megablocks", layers=8, world=2)]
+    found = titled(build(store(tmp_path, rows, FILE)), training.PROJECTION)
+    who = list(zip(*(column(found, title) for title in ("implementation", "recomputing", "GPUs")), strict=True))
+    assert len(who) == 10 and {(OURS, "yes", "64"), (OURS, "no", "96"), ("scattermoe", "yes", "64")} <= set(who)
+    assert column(found, "paper, H100") == ["213 (SonicMoE)", "225 (ScatterMoE)"] * 5
+    sources = column(found, "computation from")
+    assert "43 layers, divided by FLOPs" in sources[who.index((OURS, "yes", "64"))]
+    assert "20, 24 layers, carried on to 43" in sources[who.index((OURS, "no", "64"))]
+    assert "Each GPU has the memory" in found.about and "80% of 450 GB/s" in found.about
+
+
+def test_what_cannot_be_projected_says_why(tmp_path: Path) -> None:
+    rows = [step(layers=8, gpu="NVIDIA A100"), step(layers=4, slower=9.0, gpu="NVIDIA A100")]
+    found = titled(build(store(tmp_path, rows, FILE)), training.PROJECTION)
+    assert column(found, "computation from") == ["no rates are recorded for NVIDIA A100 (harness/gpus.py)"]
+    assert column(found, "B tokens/day") == ["–"]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_on_a_terminal(tmp_path: Path, width: int) -> None:
+    out = io.StringIO()
+    terminal.render(Console(file=out, width=width), build(store(tmp_path, session(), FILE)))
+    text = " ".join(out.getvalue().split())
+    for said in ("12.6 [12.5, 12.7]", "nearest to 128", "1.414 [1.400, 1.428]", "213 (SonicMoE)", "carried on to 43"):
+        assert said in text
+    assert "not a measurement" in text
