@@ -337,6 +337,8 @@ def _draw(
         out.print(f"[yellow]ignored[/] {escape(problem)}", highlight=False, soft_wrap=True)
     for path in written:
         out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    if figures and not written:
+        out.print(f"nothing drawn: no rows here of {', '.join(figures)}", highlight=False, soft_wrap=True)
     return written
 
 

@@ -19,12 +19,13 @@ from plots import (
     kernels,
     open_models,
     token_rounding,
+    training_steps,
 )
 from plots import rows as _rows
 
 Figure = Callable[[pd.DataFrame | Iterable[Mapping[str, Any]], Path], list[Path]]
 
-#: Name -> function(rows of one GPU, output folder) -> files written.
+#: Name -> function(rows of one GPU, output folder) -> files written; none where there is nothing to draw.
 FIGURES: dict[str, Figure] = {
     figure13_memory.NAME: figure13_memory.draw,
     figure14_throughput.NAME: figure14_throughput.draw,
@@ -36,6 +37,7 @@ FIGURES: dict[str, Figure] = {
     breakdown.NAME: breakdown.draw,
     ablations.NAME: ablations.draw,
     kernels.NAME: kernels.draw,
+    training_steps.NAME: training_steps.draw,
 }
 #: Folder of the figures where no row was measured on a GPU.
 NO_GPU = "no_gpu"

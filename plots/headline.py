@@ -90,7 +90,7 @@ def paper_ratio(tflops: pd.DataFrame, baseline: str, shape: str) -> float:
 
 def _speed(axes: Axes, rows: pd.DataFrame, names: Sequence[str], palette: Mapping[str, str]) -> str:
     tflops, claim = table.paper_tflops(), table.claims()["throughput-vs-scattermoe-7b"]
-    ratio_rows = rows[rows["record"] == "ratio"]
+    ratio_rows = rows[(rows["record"] == "ratio") & rows["operation"].isin(["moe_layer", ""])]
     involved = set(ratio_rows["numerator"]) | set(ratio_rows["denominator"])
     reference = next((name for name in REFERENCES if name in involved), REFERENCES[0])
     baselines = [name for name in names if name != reference]

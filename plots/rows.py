@@ -46,8 +46,8 @@ PAPER_NAMES = {
 }
 #: Columns of a table of rows. Units: ``tflops*`` in TFLOPS and ``gb_per_s*`` in GB/s (over the busy time where the row
 #: has it), ``device_ms*``, ``busy_ms`` and ``latency_ms`` in ms, ``memory_*`` in bytes, ``kernels_us`` in µs, the sum
-#: over ``kernels``, one call's profiled kernels as stored; ``*_low`` and ``*_high`` are the 95 % interval; absent
-#: numbers are NaN, absent texts "", absent kernels ().
+#: over ``kernels``, one call's profiled kernels as stored; ``tokens_per_day`` of a training step on each GPU; ``*_low``
+#: and ``*_high`` are the 95 % interval; absent numbers are NaN, absent texts "", absent kernels ().
 COLUMNS = (
     "folder", "identity", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label",
     "status", "reason", "T", "d", "n", "E", "K", "shape", "dtype", "method", "m_tile", "distribution", "convention",
@@ -56,7 +56,7 @@ COLUMNS = (
     "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
     "value", "value_low", "value_high", "denominator_method", "denominator_variant", "routed_rows", "padded_rows",
     "rows_added", "rows_dropped", "denominator_rows", "kernels", "kernels_us", "gb_per_s", "gb_per_s_low",
-    "gb_per_s_high",
+    "gb_per_s_high", "tokens_per_day", "tokens_per_day_low", "tokens_per_day_high",
 )  # fmt: skip
 #: One point of one sweep on one GPU; of several rows with the same key the latest counts.
 KEY = ("sweep", "identity", "gpu")
@@ -92,6 +92,8 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
     memory, environment = _part(row, "memory_bytes"), _part(row, "environment")
     sizes = {name: int(shape.get(name) or 0) for name in ("T", "d", "n", "E", "K")}
     rate, median = _number(tflops.get("device")), _number(device.get("median"))
+    trained, step = _number(_part(row, "training").get("tokens_per_day_per_gpu")), _number(latency.get("median"))
+    step_low, step_high = _interval(latency.get("ci95"))
     low, high = _interval(device.get("ci95"))
     # Bars stand side by side, so they share one basis: `device_ms` is a graph's replay for some implementations, gaps
     # between kernels included, and the kernels' busy time for others; the busy time is in every row measured on a GPU.
@@ -144,7 +146,10 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "device_ms_high": high,
         "busy_ms": drawn,
         "basis": text(device, "basis"),
-        "latency_ms": _number(latency.get("median")),
+        "latency_ms": step,
+        "tokens_per_day": trained,
+        "tokens_per_day_low": trained * step / step_high,
+        "tokens_per_day_high": trained * step / step_low,
         "memory_static": static,
         "memory_held": held,
         "memory_peak": _number(memory.get("peak")),
