@@ -65,6 +65,9 @@ def groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         (rows["operation"] == OPERATION)
         & (rows["measured_on"] == "cuda")
         & rows["method"].isin([TOP_K, *ROUNDINGS])
+        # A run that shared its GPU has losses and no rate; a ratio of one GPU over several is of one implementation.
+        & ((rows["record"] == "ratio") | rows["tokens_per_day"].notna() | ~rows["status"].isin(table.NUMBERS_ALLOWED))
+        & (rows["denominator_variant"] == "")
     ]  # fmt: skip
     found: dict[tuple[str, int, int, str, str, str], list[Any]] = {}
     for index, row in table.by_precedence(chosen).iterrows():

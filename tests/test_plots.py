@@ -222,13 +222,14 @@ def test_a_row_that_does_not_name_its_gpu_takes_the_folders(tmp_path: Path) -> N
 
 
 def test_a_missing_results_folder_gives_the_papers_values(tmp_path: Path) -> None:
-    """The state without rows, of every figure."""
+    """The state without rows, of every figure but the one that is then not drawn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         written, problems = plots.draw(tmp_path / "missing", tmp_path / "figures")
     assert problems == []
     folder = tmp_path / "figures" / plots.NO_GPU
-    assert written == [folder / f"{name}.{kind}" for name in plots.FIGURES for kind in ("svg", "png")]
+    names = [name for name in plots.FIGURES if name != "training_steps"]
+    assert written == [folder / f"{name}.{kind}" for name in names for kind in ("svg", "png")]
     assert all(path.stat().st_size > 5000 for path in written)
 
 

@@ -188,7 +188,8 @@ def test_such_rows_hurt_no_other_figure(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         for name in plots.FIGURES.keys() - {figure.NAME}:
             written = plots.FIGURES[name](rows, tmp_path)
-            assert written == [tmp_path / f"{name}.svg", tmp_path / f"{name}.png"]
+            drawn = [tmp_path / f"{name}.svg", tmp_path / f"{name}.png"]
+            assert written == ([] if name == "training_steps" else drawn)
             assert all(path.stat().st_size > 5000 for path in written)
 
 

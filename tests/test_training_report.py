@@ -38,15 +38,17 @@ def test_rates(tmp_path: Path) -> None:
     found = titled(build(store(tmp_path, session(), FILE)), training.NAME)
     assert column(found, "configuration") == ["1.4B"] * 2 + ["7B"] * 7
     assert column(found, "layers") == ["17", "17", "43", "43", "43", "43", "24", "24", "20"]
-    assert column(found, "routing")[:3] == ["top_k", "nearest to 128", "top_k"]
+    assert column(found, "routing")[:3] == ["nearest to 128", "top_k", "top_k"]
+    fastest_first = [OURS, "sonicmoe_official", "scattermoe", "torch_grouped_mm"]
+    assert column(found, "implementation")[2:6] == fastest_first
     assert column(found, "a step")[2] == "24 sequences, recomputing"
     ours = step(layers=43, batch=24, recompute=True)
     place = column(found, "implementation").index(OURS, 2)
     assert column(found, "tokens/s")[place] == f"{ours['training']['tokens_per_s']:,.0f}"
     rate = ours["training"]["tokens_per_day_per_gpu"] / 1e9
-    assert column(found, "B tokens a day a GPU")[place].startswith(f"{rate:.2f} [")
+    assert column(found, "B/day a GPU")[place].startswith(f"{rate:.2f} [")
     assert column(found, "MFU")[place] == f"{100 * ours['training']['mfu']:.1f} %"
-    assert column(found, "peak memory GiB")[place] == "100.0" and column(found, "GPUs") == ["1"] * 9
+    assert column(found, "peak GiB")[place] == "100.0" and column(found, "GPUs") == ["1"] * 9
     broken = column(found, "status").index("out_of_memory")
     assert [column(found, title)[broken] for title in ("implementation", "tokens/s", "MFU")] == ["scattermoe", "–", "–"]
 
@@ -57,19 +59,18 @@ def stored(*rows: dict[str, Any]) -> list[Stored]:
 
 def test_what_has_no_rate_of_a_gpu() -> None:
     """A run for its losses alone, and one on a CPU."""
-    losses = step()
-    losses["training"] |= {"tokens_per_s": None, "tokens_per_day_per_gpu": None, "mfu": None, "validation_loss": 3.2}
+    losses = step(validation_loss=3.2)
     rates, _, projected = training.of(stored(losses, {**step("tiny"), "measured_on": "cpu"}), [])
-    assert column(rates, "B tokens a day a GPU") == ["–", "–"] and column(rates, "GPUs") == ["1", "–"]
+    assert column(rates, "B/day a GPU") == ["–", "–"] and column(rates, "GPUs") == ["1", "–"]
     assert column(rates, "validation loss") == ["3.200", "–"] and not projected.rows
     assert column(rates, "tokens/s")[0] == "–" != column(rates, "tokens/s")[1]
 
 
 def test_ratios_stand_beside_the_claims_that_rest_on_them(tmp_path: Path) -> None:
     top_k = step()
-    together = in_turns(step(world=8), step(world=8), 1.0)
+    alone = in_turns(step(batch=48), step(world=8), 0.9)
     older = in_turns(step(implementation="scattermoe"), top_k, 1.3)
-    results = store(tmp_path, [older, *session(), together], FILE)
+    results = store(tmp_path, [older, *session(), alone], FILE)
     made = build(results)
     found = titled(made, training.RATIOS)
     paper = dict(zip(column(found, "row"), column(found, "paper, H100"), strict=True))
@@ -80,7 +81,8 @@ def test_ratios_stand_beside_the_claims_that_rest_on_them(tmp_path: Path) -> Non
         f"{FILE}:4": "1.42×",
         f"{FILE}:16": "1.16×",
     }
-    assert column(found, "routing")[0] == "top_k / nearest" and sorted(column(found, "GPUs")) == ["1"] * 5 + ["8"]
+    assert column(found, "routing")[0] == "top_k / nearest" and sorted(column(found, "GPUs")) == ["1"] * 5 + ["1 / 8"]
+    assert column(found, "a step")[column(found, "GPUs").index("1 / 8")] == "48 sequences / 384 sequences"
     # Claims link to these rows as to any others.
     assert f"#row-{FILE}%3A4" in html.render(made)
 
@@ -92,9 +94,19 @@ def test_projected(tmp_path: Path) -> None:
     assert len(who) == 10 and {(OURS, "yes", "64"), (OURS, "no", "96"), ("scattermoe", "yes", "64")} <= set(who)
     assert column(found, "paper, H100") == ["213 (SonicMoE)", "225 (ScatterMoE)"] * 5
     sources = column(found, "computation from")
-    assert "43 layers, divided by FLOPs" in sources[who.index((OURS, "yes", "64"))]
-    assert "20, 24 layers, carried on to 43" in sources[who.index((OURS, "no", "64"))]
+    assert "43 layers and 4 micro-batches, divided by FLOPs" in sources[who.index((OURS, "yes", "64"))]
+    assert "20, 24 layers and 4 micro-batches, carried on to 43" in sources[who.index((OURS, "no", "64"))]
     assert "Each GPU has the memory" in found.about and "80% of 450 GB/s" in found.about
+
+
+def test_several_gpus(tmp_path: Path) -> None:
+    """Shares of communication, and the projection beside what was measured."""
+    rows = [step(layers=8, batch=24), step(layers=8, batch=96, world=4, communication=(0.31, 0.052))]
+    made = build(store(tmp_path, rows, FILE))
+    assert sorted(column(titled(made, training.NAME), "communication (exposed)")) == ["31.0 % (5.2 %)", "–"]
+    assert "4 processes: projected / measured = " in titled(made, training.PROJECTION).about
+    only = build(store(tmp_path / "only", rows[1:], FILE))
+    assert not titled(only, training.PROJECTION).rows
 
 
 def test_what_cannot_be_projected_says_why(tmp_path: Path) -> None:

@@ -29,17 +29,23 @@ def step(
     gpu: str = GPU,
     unstable: str = "",
     peak: int = 100 * 2**30,
+    communication: tuple[float, float] | None = None,
+    validation_loss: float | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A measured step, ``slower`` times as long as ours."""
+    """A measured step, ``slower`` times as long as ours; with a ``validation_loss`` a run for its losses alone."""
     config = load_config(configuration, {"steps": 11, **changes})
     base = {**_base(config, world), "measured_on": "cuda"}
     base["environment"] = {**base["environment"], "gpu": gpu, "measured_on": "cuda"}
     micro_batch = (BLOCK * (4 / 3 if config.recompute else 1) * config.layers + REST) * slower
     median = 1e3 * micro_batch * config.micro_batches / world
     times = [median * (1 + 0.002 * (i - 4)) for i in range(9)]
-    row = rows.measured_row(base, config, world, times, 5.4321, None, peak, ["corpus python"], None, unstable)
-    return _checked(row)
+    losses = 5.4321, validation_loss
+    return _checked(
+        rows.measured_row(
+            base, config, world, None if validation_loss else times, *losses, peak, [], None, unstable, communication
+        )
+    )
 
 
 def failed(status: str, reason: str, configuration: str = "7B", **changes: Any) -> dict[str, Any]:

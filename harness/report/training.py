@@ -19,7 +19,7 @@ from harness.training.rows import OPERATION, asked
 NAME, RATIOS, PROJECTION = "training", "training-ratios", "training-projection"
 #: Columns that a terminal has no room for.
 TERMINAL = {
-    NAME: ("seed", "validation loss", "date (UTC)", "reason", "row"),
+    NAME: ("communication (exposed)", "seed", "validation loss", "date (UTC)", "reason", "row"),
     RATIOS: ("rounds", "date (UTC)", "reason", "row"),
     PROJECTION: ("state GiB", "sequences a step"),
 }
@@ -44,15 +44,26 @@ def of(newest: Sequence[Stored], claims: Sequence[ClaimResult]) -> list[Table]:
     return [rates(measured), ratios(steps, claims), projected(measured)] if steps else []
 
 
-def _order(stored: Stored) -> tuple[bool, str, str, int, int, str]:
-    what = asked(stored.text("variant"))
-    return not stored.on_gpu, stored.machine, what.configuration, -what.layers, what.processes, what.rest
+def _order(stored: Stored) -> tuple[bool, str, str, int, int, str, float]:
+    """Of equal steps the fastest first."""
+    what, rate = asked(stored.text("variant")), stored.get("training", "tokens_per_s") or 0.0
+    return not stored.on_gpu, stored.machine, what.configuration, -what.layers, what.processes, what.rest, -rate
 
 
 def _what(stored: Stored) -> tuple[Cell, Cell, Cell, Cell]:
     """Machine, configuration, layers, and how a step is made."""
     what = asked(stored.text("variant"))
     return stored.machine, what.configuration, _whole(what.layers), what.rest
+
+
+def _sides(stored: Stored) -> tuple[Cell, ...]:
+    """Of a ratio the same and the GPUs; of both sides where they differ."""
+    machine, configuration, layers, step = _what(stored)
+    gpus, other = _gpus(stored), asked(stored.text("denominator_variant"))
+    if other.configuration:
+        step = f"{step} / {other.rest}"
+        gpus = Number(gpus.value, f"{gpus.text} / {other.processes if stored.on_gpu else NONE}")
+    return machine, configuration, layers, step, gpus
 
 
 def _whole(number: int) -> Number:
@@ -77,27 +88,30 @@ def rates(measured: Sequence[Stored]) -> Table:
     lines: list[tuple[Cell, ...]] = []
     for stored in measured:
         mfu, rate, validation = (stored.get("training", name) for name in ("mfu", "tokens_per_s", "validation_loss"))
+        busy, exposed = (stored.get("training", name) for name in ("communication", "exposed_communication"))
         peak, seed = stored.get("memory_bytes", "peak"), stored.get("routing", "seed")
         lines.append((
-            *_what(stored), stored.text("implementation"), stored.routing, Number(seed, text.plain(seed)),
+            *_what(stored), stored.text("implementation"), stored.routing,
             Number(rate, NONE if rate is None else f"{rate:,.0f}"), _rate(stored),
             Number(mfu, NONE if mfu is None else f"{100 * mfu:.1f} %"),
             Number(peak, NONE if peak is None else f"{peak / tables.GIB:.1f}"), _gpus(stored),
-            Number(validation, text.number(validation)), stored.text("status"), tables.day(stored),
-            stored.text("reason"), Place(stored.file, stored.line),
+            Number(exposed, NONE if exposed is None else f"{100 * busy:.1f} % ({100 * exposed:.1f} %)"),
+            stored.text("status"), Number(seed, text.plain(seed)), Number(validation, text.number(validation)),
+            tables.day(stored), stored.text("reason"), Place(stored.file, stored.line),
         ))  # fmt: skip
     return Table(
         NAME, "Training",
         "Whole steps of a model, wall clock: data, forward, backward, clipping, optimiser; the latest row of each, "
-        "with the 95 % interval of the median. B: billion. MFU: model FLOPs over the datasheet's peak; recomputation "
-        "does not count. Memory: the most allocated on any GPU, weights and optimiser included. Two rows are of two "
+        "with the 95 % interval of the median. B/day: billion tokens a day. MFU: model FLOPs over the datasheet's "
+        "peak; recomputation does not count. Peak: the most allocated on any GPU, weights and optimiser included. "
+        "Communication: the share of a step in which it runs, and in which nothing else does. Two rows are of two "
         "moments: how much faster one is than the other, the ratios below say.",
         (Column("GPU", filter=True), Column("configuration", filter=True), Column("layers", "number"),
          Column("a step"), Column("implementation", filter=True), Column("routing", filter=True),
-         Column("seed", "number"), Column("tokens/s", "number"), Column("B tokens a day a GPU", "number"),
-         Column("MFU", "number"), Column("peak memory GiB", "number"), Column("GPUs", "number"),
-         Column("validation loss", "number"), Column("status", filter=True), Column("date (UTC)"),
-         Column("reason", wide=True), Column("row", "place")),
+         Column("tokens/s", "number"), Column("B/day a GPU", "number"), Column("MFU", "number"),
+         Column("peak GiB", "number"), Column("GPUs", "number"), Column("communication (exposed)", "number"),
+         Column("status", filter=True), Column("seed", "number"), Column("validation loss", "number"),
+         Column("date (UTC)"), Column("reason", wide=True), Column("row", "place")),
         tuple(lines), "No training steps by themselves.",
     )  # fmt: skip
 
@@ -118,21 +132,23 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
         routing = f"{stored.routing} / {text.plain(other['method'])}" if other else stored.routing
         value, samples, (low, high) = stored.get("value"), stored.get("samples"), stored.get("ci95") or (None, None)
         lines.append((
-            *_what(stored), _gpus(stored), stored.text("numerator"), stored.text("denominator"), routing,
-            Number(value, text.with_interval(value, low, high)), Number(samples, text.plain(samples) or NONE),
+            *_sides(stored), stored.text("numerator"), stored.text("denominator"), routing,
+            Number(value, text.with_interval(value, low, high)),
             Number(claim.paper, text.in_unit(claim.paper, claim.unit)) if claim else Number(None, NONE),
-            stored.text("status"), tables.day(stored), stored.text("reason"), Place(stored.file, stored.line),
+            stored.text("status"), Number(samples, text.plain(samples) or NONE),
+            tables.day(stored), stored.text("reason"), Place(stored.file, stored.line),
         ))  # fmt: skip
     return Table(
         RATIOS, "Training: ratios",
         "The numerator's time of a step over the denominator's: above 1 the denominator is faster. Both train in one "
-        "process, in rounds: some steps of the one, then of the other, in random order. Beside it the paper's number, "
-        "where one of its claims rests on the row.",
+        "process, in rounds: some steps of the one, then of the other, in random order. Of one GPU over several, each "
+        "with as many micro-batches, it is the efficiency of scaling. Beside it the paper's number, where one of its "
+        "claims rests on the row.",
         (Column("GPU", filter=True), Column("configuration", filter=True), Column("layers", "number"),
          Column("a step"), Column("GPUs", "number"), Column("numerator", filter=True),
-         Column("denominator", filter=True), Column("routing"), Column("ratio", "number"), Column("rounds", "number"),
-         Column("paper, H100", "number"), Column("status", filter=True), Column("date (UTC)"),
-         Column("reason", wide=True), Column("row", "place")),
+         Column("denominator", filter=True), Column("routing"), Column("ratio", "number"),
+         Column("paper, H100", "number"), Column("status", filter=True), Column("rounds", "number"),
+         Column("date (UTC)"), Column("reason", wide=True), Column("row", "place")),
         tuple(lines), "Nothing was compared in turns: moebench train 7B --against scattermoe",
     )  # fmt: skip
 
@@ -143,15 +159,16 @@ def projected(measured: Sequence[Stored]) -> Table:
     links = projection.Links()
     groups: dict[tuple[str, str, bool], list[Row]] = {}
     for stored in measured:
-        if stored.get("training", "world_size") != 1:
-            continue
         for recompute in (False, True):
             config = load_config(CONFIGURATION, {"recompute": recompute})
             if projection.steps_of([stored.row], config, stored.text("implementation")):
                 key = stored.machine, stored.text("implementation"), recompute
                 groups.setdefault(key, []).append(stored.row)
     lines: list[tuple[Cell, ...]] = []
+    checks: list[str] = []
     for (machine, name, recompute), rows in groups.items():
+        if all(row["training"]["world_size"] > 1 for row in rows):
+            continue
         config = load_config(CONFIGURATION, {"recompute": recompute})
         what = machine, name, "yes" if recompute else "no"
         try:
@@ -159,12 +176,13 @@ def projected(measured: Sequence[Stored]) -> Table:
             for gpus in projection.PAPER:
                 its = projection.cells(projection.project(config, compute, gpus, machine, links))
                 lines.append((*what, *(Number(*cell) for cell in its), compute.how))
+            checks += [f"{name}, {line}." for line in projection.check(rows, config, machine, links)]
         except UserError as error:
             lines.append((*what, *(Number(None, NONE) for _ in projection.COLUMNS), str(error)))
-    about = [f"What {CONFIGURATION} would train on many GPUs, from steps on one of them: a model, not a measurement."]
+    about = [f"What {CONFIGURATION} would train on many GPUs, projected from steps on one: a model, not a measurement."]
     return Table(
-        PROJECTION, "Training: projected to many GPUs",
-        " ".join(about + projection.assumptions(load_config(CONFIGURATION), links)),
+        PROJECTION, "Training: many GPUs",
+        " ".join([*about, *projection.assumptions(load_config(CONFIGURATION), links), *checks]),
         (Column("GPU", filter=True), Column("implementation", filter=True), Column("recomputing", filter=True),
          *(Column(title, "number") for title in projection.COLUMNS), Column("computation from", wide=True)),
         tuple(lines), f"No step of {CONFIGURATION} on one GPU.",

@@ -40,8 +40,8 @@ PAPER = {64: ("SonicMoE", 213e9), 96: ("ScatterMoE", 225e9)}
 #: writes it: fp32 bytes a parameter.
 OPTIMISER_BYTES = 28 + 12
 #: Of a table of projections (`cells`).
-COLUMNS = ("GPUs", "B tokens/day", "nothing hidden – all hidden", "a GPU", "exposed", "state GiB", "sequences a step",
-           "paper, H100")  # fmt: skip
+COLUMNS = ("GPUs", "B tokens/day", "nothing hidden – all hidden", "paper, H100", "a GPU", "exposed", "sequences a step",
+           "state GiB")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,11 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
             batches.setdefault(own.micro_batches, {}).setdefault(own.layers, []).append(micro_batch)
     if not batches:
         raise UserError("no row of a step on one GPU: moebench train 7B --layers N")
-    micro_batches, found = max(
-        batches.items(), key=lambda batch: (config.layers in batch[1], len(batch[1]), batch[0])
-    )
+    micro_batches, found = max(batches.items(), key=lambda batch: (config.layers in batch[1], len(batch[1]), batch[0]))
     seconds = {layers: statistics.median(its) for layers, its in found.items()}
     # A block's forward is a third of its FLOPs, a quarter where the backward computes it again.
     forward = 1 / 4 if config.recompute else 1 / 3
-    steps = f"of {micro_batches} micro-batches"
+    batch = f"and {micro_batches} micro-batches"
     beyond = "" if config.layers in seconds else f", carried on to {config.layers} by the time of one layer"
     if len(seconds) > 1:
         slope, rest = np.polyfit(list(seconds), list(seconds.values()), 1)
@@ -158,14 +156,14 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
         if slope <= 0 or rest < 0:
             raise UserError(f"steps with {numbers} layers lie on no rising line: measure them again")
         return Compute(
-            float(slope), float(rest), forward, f"a line through steps {steps} with {numbers} layers{beyond}"
+            float(slope), float(rest), forward, f"a line through steps with {numbers} layers {batch}{beyond}"
         )
     ((layers, total),) = seconds.items()
     head = 6 * config.vocabulary * config.d
     # What is computed again are no model FLOPs, and none of it is the head's.
     again = 4 / 3 if config.recompute else 1.0
     share = head / (head + again * (costs.model_flops(replace(config, layers=layers)) - head))
-    how = f"a step {steps} with {layers} layers, divided by FLOPs{beyond}"
+    how = f"a step with {layers} layers {batch}, divided by FLOPs{beyond}"
     return Compute(total * (1 - share) / layers, total * share, forward, how)
 
 
@@ -249,11 +247,11 @@ def cells(its: Projection) -> tuple[tuple[float | None, str], ...]:
         (its.gpus, str(its.gpus)),
         (billions, f"{billions:.1f}"),
         (low, f"{low:.1f} – {high:.1f}"),
+        (paper, f"{paper / 1e9:.0f} ({who})" if paper else "–"),
         (billions / its.gpus, f"{billions / its.gpus:.2f}"),
         (its.exposed, f"{100 * its.exposed:.1f} %"),
-        (its.state_bytes, f"{its.state_bytes / 2**30:.1f}"),
         (its.sequences, str(its.sequences)),
-        (paper, f"{paper / 1e9:.0f} ({who})" if paper else "–"),
+        (its.state_bytes, f"{its.state_bytes / 2**30:.1f}"),
     )
 
 
