@@ -119,8 +119,12 @@ def test_what_cannot_be_projected_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [80, 200])
 def test_on_a_terminal(tmp_path: Path, width: int) -> None:
     out = io.StringIO()
-    terminal.render(Console(file=out, width=width), build(store(tmp_path, session(), FILE)))
+    terminal.render(
+        Console(file=out, width=width), build(store(tmp_path, [*session(), step(validation_loss=3.2)], FILE))
+    )
     text = " ".join(out.getvalue().split())
     for said in ("12.6 [12.5, 12.7]", "nearest to 128", "1.414 [1.400, 1.428]", "213 (SonicMoE)", "carried on to 43"):
         assert said in text
-    assert "not a measurement" in text
+    # A run for its losses alone has nothing to say there.
+    assert "not a measurement" in text and text.count("… 1 more in the other forms") == 1
+    assert text.count("out_of_memory") == 4 and " – –" not in text.split("Training")[1].split("24 sequences")[0]

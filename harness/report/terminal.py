@@ -150,7 +150,8 @@ def _training(out: Console, report: Report) -> None:
             continue
         kept = [index for index, column in enumerate(table.columns) if column.title not in left_out]
         columns = [(table.columns[index].title, table.columns[index].kind) for index in kept]
-        lines = [[cell_text(row[index]) for index in kept] for row in table.rows[:MOST_POINTS]]
+        rows = [row for row in table.rows if not training.losses_alone(table, row)]
+        lines = [[cell_text(row[index]) for index in kept] for row in rows[:MOST_POINTS]]
         if out.width >= WIDE:
             _table(out, table.title, columns, lines)
         else:
@@ -158,8 +159,8 @@ def _training(out: Console, report: Report) -> None:
             for cells in lines:
                 parts = zip(columns, cells, strict=True)
                 _line(out, "; ".join(f"{title}: {cell}" for (title, _), cell in parts if cell not in ("", NONE)), 2)
-        if len(table.rows) > MOST_POINTS:
-            _line(out, f"… {len(table.rows) - MOST_POINTS} more in the other forms", 2)
+        if len(table.rows) > len(lines):
+            _line(out, f"… {len(table.rows) - len(lines)} more in the other forms", 2)
         if name == training.PROJECTION:
             _line(out, table.about, 2)
 

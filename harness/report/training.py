@@ -116,6 +116,12 @@ def rates(measured: Sequence[Stored]) -> Table:
     )  # fmt: skip
 
 
+def losses_alone(table: Table, row: Sequence[Cell]) -> bool:
+    """Whether a line is of a run that shared its GPU, without a rate."""
+    cells = dict(zip((column.title for column in table.columns), map(tables.cell_text, row), strict=True))
+    return table.name == NAME and (cells["tokens/s"], cells["status"]) == (NONE, "ok")
+
+
 def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
     """Steps in turns, each beside the number of the claim that rests on it."""
     paper = {
@@ -128,8 +134,8 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
         if stored.row["record"] != "ratio":
             continue
         claim = paper.get((stored.file, stored.line))
-        other = stored.get("denominator_routing")
-        routing = f"{stored.routing} / {text.plain(other['method'])}" if other else stored.routing
+        other = stored.text("denominator_routing", "method")
+        routing = f"{stored.routing} / {other}" if other else stored.routing
         value, samples, (low, high) = stored.get("value"), stored.get("samples"), stored.get("ci95") or (None, None)
         lines.append((
             *_sides(stored), stored.text("numerator"), stored.text("denominator"), routing,
