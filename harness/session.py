@@ -313,9 +313,10 @@ def draw_figures(out: Console, results: Path | None, output: Path | None, figure
         raise UserError(f"--output {output}: is a file; name a folder")
     import plots
 
+    known = [*plots.FIGURES, *plots.RUN_FIGURES]
     for name in figures:
-        if name not in plots.FIGURES:
-            raise UserError(f"unknown figure {name!r}; choose from {', '.join(plots.FIGURES)}")
+        if name not in known:
+            raise UserError(f"unknown figure {name!r}; choose from {', '.join(known)}")
     return _draw(out, results or RESULTS, output or RESULTS / "figures", figures)
 
 

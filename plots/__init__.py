@@ -1,8 +1,8 @@
-"""Figures: rows in, PNG and SVG out. `FIGURES` names them, `draw` makes all of them for each GPU."""
+"""Figures: rows, or the curves of training runs beside them, in; PNG and SVG out. `draw` makes all for each GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from plots import (
     kernels,
     open_models,
     token_rounding,
+    training_curves,
     training_steps,
 )
 from plots import rows as _rows
@@ -39,6 +40,10 @@ FIGURES: dict[str, Figure] = {
     kernels.NAME: kernels.draw,
     training_steps.NAME: training_steps.draw,
 }
+#: Name -> function(folders of one GPU's training runs, output folder) -> files written, if there is what to compare.
+RUN_FIGURES: dict[str, Callable[[Sequence[Path], Path], list[Path]]] = {
+    training_curves.NAME: training_curves.draw_largest,
+}
 #: Folder of the figures where no row was measured on a GPU.
 NO_GPU = "no_gpu"
 
@@ -49,19 +54,25 @@ def draw(
     """Draw figures for every GPU in a results folder into ``output/<gpu>/``, or ``output/no_gpu/`` without any.
 
     Args:
-        results: folder that holds ``<gpu>/*.jsonl``; may be missing or empty.
+        results: folder that holds ``<gpu>/*.jsonl`` and ``<gpu>/training/<run>/``; may be missing or empty.
         output: where to write; ``results/figures`` by default.
-        names: which of `FIGURES`; all by default. KeyError for an unknown one.
+        names: which of `FIGURES` and `RUN_FIGURES`; all by default. KeyError for an unknown one.
 
     Returns:
         The files written, and one sentence for each stored line that could not be read.
     """
     table, problems = _rows.load(results)
     output = Path(output) if output is not None else Path(results) / "figures"
-    chosen = [(name, FIGURES[name]) for name in (names if names is not None else FIGURES)]
+    chosen = list(names if names is not None else [*FIGURES, *RUN_FIGURES])
     found = _rows.gpus(table)
     parts = [(_rows.slug(gpu), _rows.of_gpu(table, gpu)) for gpu in found]
     if not parts:
         parts = [(NO_GPU, _rows.of_no_gpu(table))]
-    written = [path for folder, part in parts for _, function in chosen for path in function(part, output / folder)]
+    written = []
+    for folder, part in parts:
+        for name in chosen:
+            if name in RUN_FIGURES:
+                written += RUN_FIGURES[name](training_curves.runs_beside(part, results), output / folder)
+            else:
+                written += FIGURES[name](part, output / folder)
     return written, problems

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -38,31 +41,45 @@ def curves_of(folders: Sequence[Path]) -> dict[str, dict[int, Curve]]:
     Raises:
         UserError: as `harness.training.power.arms_of`.
     """
-    power.arms_of(folders)
-    found: dict[str, dict[int, Curve]] = {}
+    found: dict[str, dict[int, Curve]] = {arm: {} for arm in power.arms_of(folders)}
     for folder in folders:
         lines = [line for line in log.read(folder) if "loss" in line]
         curve = np.array([line["tokens"] for line in lines]), np.array([line["loss"] for line in lines])
         config = log.read_config(folder)
-        found.setdefault(power.arm_name(config), {})[config["seed"]] = curve
+        found[power.arm_name(config)][config["seed"]] = curve
     return found
+
+
+def runs_beside(rows: pd.DataFrame, results: Path) -> list[Path]:
+    """Folders of runs that lie beside these rows, as `moebench train` puts them: ``<folder>/training/<run>``."""
+    beside = set(rows.loc[(rows["operation"] == "training_step") & (rows["measured_on"] == "cuda"), "folder"])
+    found = sorted(Path(results).resolve().glob(f"**/training/*/{log.CONFIG_FILE}"))
+    return [path.parent for path in found if path.parents[2].name in beside]
+
+
+def draw_largest(folders: Sequence[Path], output: Path) -> list[Path]:
+    """`draw` the largest set of runs that differ in routing and seed alone (logs have no date that would last); nothing
+    where no run by top-K has another to compare with."""
+    sets = [(power.arms_of(runs), runs) for runs in power.sets_of(folders)]
+    sets = [(arms, runs) for arms, runs in sets if TOP_K in arms and len(arms) > 1]
+    if not sets:
+        return []
+    return draw(max(sets, key=lambda one: sum(map(len, one[0].values())))[1], output)
 
 
 def draw(folders: Sequence[Path], output: Path) -> list[Path]:
     """Write ``training_curves.svg`` and ``.png`` into ``output``; returns the files.
 
     Left: training losses, averaged over a twentieth of the run, a line for each seed. Right: the same minus that of
-    top-K with the same seed, where there are runs by top-K.
+    top-K with the same seed, where there are runs by top-K; of several seeds the mean, and the range in which they lie.
 
     Raises:
         UserError: as `curves_of`.
     """
     curves = curves_of(folders)
     config = log.read_config(folders[0])
-    colours = style.colours(list(curves))
-    legend = [
-        (Line2D([], [], color=colours[arm], linewidth=1.7), f"{arm} ({len(runs)})") for arm, runs in curves.items()
-    ]
+    looks = _looks(list(curves))
+    legend = [(Line2D([], [], **looks[arm], linewidth=1.7), f"{arm} ({len(runs)})") for arm, runs in curves.items()]
     with style.figure_style():
         page = style.Page(
             width=8.0,
@@ -70,25 +87,50 @@ def draw(folders: Sequence[Path], output: Path) -> list[Path]:
             legend=legend,
             title="Training loss by routing",
             subtitle=f"{config['name']}, {config['layers']} layers, {config['implementation']}, corpus "
-            f"{config['corpus']}; in brackets the seeds. Validation goes by top-K.",
-            notes=power.table(power.arms_of(folders)),
+            f"{config['corpus']}; in brackets the seeds.\n"
+            "Right: of several seeds the mean, and the range in which they lie.",
+            notes=["Last validation losses, routed by top-K:", *power.table(power.arms_of(folders))],
+            right=0.2,
         )
         figure, margins = page.make()
         grid = figure.add_gridspec(1, 2, wspace=0.28, **margins)
-        _panels(figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1]), curves, colours)
+        _panels(figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1]), curves, looks)
         return style.save(figure, output, NAME)
 
 
-def _panels(left: Axes, right: Axes, curves: dict[str, dict[int, Curve]], colours: dict[str, str]) -> None:
+def _looks(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and dashes of each arm: where the colours are used up, they come again in dashes."""
+    looks = {arm: {"color": colour} for arm, colour in style.colours([arm for arm in arms if arm != TOP_K]).items()}
+    seen: Counter[str] = Counter()
+    for look in looks.values():
+        look["linestyle"] = ("-", "--", ":")[seen[look["color"]] % 3]
+        seen[look["color"]] += 1
+    return {TOP_K: {"color": style.INK}, **looks}
+
+
+def _panels(left: Axes, right: Axes, curves: dict[str, dict[int, Curve]], looks: dict[str, dict[str, Any]]) -> None:
     steps = min(len(losses) for runs in curves.values() for _, losses in runs.values())
     window = max(round(steps * WINDOW), 1)
     base = {seed: smooth(losses[:steps], window) for seed, (_, losses) in curves.get(TOP_K, {}).items()}
     for arm, runs in curves.items():
+        apart = []
         for seed, (tokens, losses) in runs.items():
             millions, averaged = tokens[window - 1 : steps] / 1e6, smooth(losses[:steps], window)
-            left.plot(millions, averaged, color=colours[arm], linewidth=1.0)
-            if arm != TOP_K and seed in base:
-                right.plot(millions, averaged - base[seed], color=colours[arm], linewidth=1.0)
+            left.plot(millions, averaged, **looks[arm], linewidth=1.0)
+            apart += [averaged - base[seed]] if seed in base else []
+        if arm == TOP_K or not apart:
+            continue
+        several = len(apart) > 1
+        right.plot(
+            millions,
+            np.mean(apart, axis=0),
+            **looks[arm],
+            linewidth=1.8 if several else 0.8,
+            zorder=3 if several else 2,
+        )
+        if several:
+            low, high = np.min(apart, axis=0), np.max(apart, axis=0)
+            right.fill_between(millions, low, high, color=looks[arm]["color"], alpha=0.15, linewidth=0, zorder=1)
     left.set_title("loss, nats a token")
     if right.lines:
         right.set_title("minus top-K's with the same seed")

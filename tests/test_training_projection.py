@@ -18,7 +18,6 @@ from harness.registry import default_registry
 from harness.training import costs, log, power, projection, rows
 from harness.training.config import load_config
 from harness.training.projection import OPTIMISER_BYTES, Compute, Links, compute_of, project
-from plots import training_curves
 
 SEVEN = load_config("7B")
 GPU = "NVIDIA H200"
@@ -258,31 +257,6 @@ def test_arms_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert said[1].startswith("nearest-64: 2.1010, 3 seeds; +0.0010 [") and said[1].endswith("against top-K: worse")
     assert "expert_choice" in said[2] and "not measured (less than" in said[2]
     assert said[3].startswith("A seed moves the difference of two arms by 0.0001 nats (standard deviation, 2 degrees")
-
-
-def test_the_figure_of_the_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = []
-    for routing in ("top_k", "nearest", "expert_choice"):
-        for seed in range(2):
-            config = load_config("tiny", {"routing": routing, "seed": seed})
-            its = log.Log(tmp_path / f"{routing}-{seed}", 0, config.as_dict())
-            for step in range(1, 61):
-                its.write(step=step, loss=5.0 / step + seed, tokens=step * 1000)
-            its.write(step=60, validation_loss=2.0 + 0.01 * seed)
-            its.close()
-            runs.append(tmp_path / f"{routing}-{seed}")
-    curves = training_curves.curves_of(runs)
-    assert {arm: len(its) for arm, its in curves.items()} == {"top_k": 2, "nearest-16": 2, "expert_choice": 2}
-    training_curves.main([*map(str, runs), "--output", str(tmp_path / "figures")])
-    svg = (tmp_path / "figures" / "training_curves.svg").read_text()
-    assert capsys.readouterr().out.count("wrote ") == 2 and svg.count("<path") > 10
-    training_curves.draw(runs[2:3], tmp_path / "one")  # neither top-K nor a second seed
-    with pytest.raises(SystemExit, match="holds no run"):
-        training_curves.main([str(tmp_path), "--output", str(tmp_path)])
-
-
-def test_averages_of_neighbours() -> None:
-    assert training_curves.smooth([1.0, 3.0, 5.0, 7.0], 2).tolist() == [2.0, 4.0, 6.0]
 
 
 def test_runs_that_are_not_alike(tmp_path: Path) -> None:

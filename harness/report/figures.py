@@ -63,7 +63,7 @@ def _captions() -> dict[str, str]:
     import plots
 
     found = {}
-    for name, function in plots.FIGURES.items():
+    for name, function in [*plots.FIGURES.items(), *plots.RUN_FIGURES.items()]:
         about = sys.modules[function.__module__].__doc__ or name
         found[name] = one_line(about.strip().split("\n\n")[0])
     return found

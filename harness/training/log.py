@@ -37,8 +37,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a run's folder. Raises `UserError` where there is none."""
     try:
-        return dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        config = dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+        config["routing"], config["m_tile"], config["seed"]
+        return config
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder}: holds no run of moebench train ({CONFIG_FILE} is missing or broken)") from error
 
 

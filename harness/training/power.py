@@ -12,6 +12,8 @@ that the experiment could not have detected is not measured. It is not called si
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
 import statistics
 import sys
@@ -108,7 +110,7 @@ def arm_name(config: Mapping[str, Any]) -> str:
 
 
 def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
-    """Arm (see `arm_name`) -> seed -> last validation loss.
+    """Arm (see `arm_name`) -> seed -> last validation loss; top-K first, then the arms with most seeds.
 
     Raises:
         UserError: a folder without a run or without a validation, runs that differ in more than routing and seed, or
@@ -117,25 +119,43 @@ def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
     arms: dict[str, dict[int, float]] = {}
     seen: Mapping[str, object] | None = None
     for folder in folders:
-        config = log.read_config(folder)
-        validations = [line for line in log.read(folder) if "validation_loss" in line]
-        if not validations:
-            raise UserError(f"{folder}: has no validation loss yet")
-        apart = ("routing", "m_tile", "seed", "name", "recompute", "checkpoint_every", "keep")
-        same = {key: value for key, value in config.items() if key not in apart} | {"step": validations[-1]["step"]}
+        config, same, loss = _run(folder)
         if seen is not None and same != seen:
             field = next(key for key in same if same[key] != seen.get(key))
             raise UserError(f"{folder}: {field} = {same[field]!r}, {seen.get(field)!r} in the runs before")
         seen = same
-        arms.setdefault(arm_name(config), {})[config["seed"]] = float(validations[-1]["validation_loss"])
-    return arms
+        arms.setdefault(arm_name(config), {})[config["seed"]] = loss
+    return {arm: arms[arm] for arm in sorted(arms, key=lambda arm: (arm != TOP_K, -len(arms[arm]), arm))}
+
+
+def sets_of(folders: Sequence[Path]) -> list[list[Path]]:
+    """The runs, put together where `arms_of` compares them; one without a validation yet is in no set."""
+    sets: dict[str, list[Path]] = {}
+    for folder in folders:
+        with contextlib.suppress(UserError):
+            sets.setdefault(json.dumps(_run(folder)[1], sort_keys=True), []).append(folder)
+    return list(sets.values())
+
+
+def _run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """A run's configuration, what of it all arms must share, and the last validation loss. Raises as `arms_of`."""
+    config = log.read_config(folder)
+    validations = [line for line in log.read(folder) if "validation_loss" in line]
+    if not validations:
+        raise UserError(f"{folder}: has no validation loss yet")
+    apart = ("routing", "m_tile", "seed", "name", "recompute", "checkpoint_every", "keep")
+    same = {key: value for key, value in config.items() if key not in apart} | {"step": validations[-1]["step"]}
+    return config, same, float(validations[-1]["validation_loss"])
 
 
 def table(arms: Mapping[str, Mapping[int, float]]) -> list[str]:
     """A line for each arm: its loss, and beside top-K's, where that is among the arms; and one for the seeds."""
     base = arms.get(TOP_K, {})
     apart = {arm: differences(losses, base) for arm, losses in arms.items() if arm != TOP_K}
-    lines = [f"{arm}: {statistics.fmean(its.values()):.4f}, {len(its)} seeds" for arm, its in arms.items()]
+    lines = [
+        f"{arm}: {statistics.fmean(its.values()):.4f}, {len(its)} seed{'s' * (len(its) > 1)}"
+        for arm, its in arms.items()
+    ]
     try:
         deviation, freedom = pooled_deviation(list(apart.values()))
     except UserError as error:
