@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from plots import kernels, open_models
+from harness.training.rows import OPERATION, asked
+from plots import ablations, kernels, open_models
 from plots import rows as table
 
 README = table.ROOT / "README.md"
@@ -322,6 +323,63 @@ def _open_models(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     return lines
 
 
+def _ablations(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """What each fusion buys, over the twelve layers."""
+    lines: list[tuple[str, str, str]] = []
+    for title, panel in ablations.PANELS.items():
+        for series in panel:
+            chosen = table.by_precedence(
+                rows[
+                    (rows["sweep"] == ablations.NAME)
+                    & (rows["record"] == "ratio")
+                    & (rows["status"] == "ok")
+                    & (rows["operation"] == series.operation)
+                    & (rows["variant"] == series.variant)
+                    & (rows["numerator"] == series.numerator)
+                    & (rows["denominator"] == series.denominator)
+                ]
+            )
+            last = chosen.drop_duplicates("shape", keep="last").set_index("shape")["value"]
+            values = [float(last.get(shape, math.nan)) for _, shape in table.paper_shapes()]
+            if not any(map(math.isnan, values)):
+                what = title[4:] + (f", {series.text}" if series.text else "")
+                spread = f"{_times(_geometric_mean(values))} ({min(values):.2f}× to {max(values):.2f}×)"
+                lines.append((f"a fusion taken apart / ours, geometric mean of the twelve layers: {what}", "–", spread))
+    return lines
+
+
+def _training(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """Whole training steps on one GPU: tokens a day of ours, and ratios from steps in turns."""
+    claims = table.claims()
+    lines: list[tuple[str, str, str]] = []
+    of_steps = rows[(rows["operation"] == OPERATION) & (rows["status"] == "ok") & (rows["measured_on"] == "cuda")]
+    labels = dict(zip(rows["implementation"], rows["label"], strict=True)) | {OFFICIAL: "SonicMoE"}
+    for configuration, layers in (("7B", 43), ("1.4B", 17)):
+        found = [asked(variant) for variant in of_steps["variant"]]
+        whole = of_steps[
+            [(its.configuration, its.layers, its.processes) == (configuration, layers, 1) for its in found]
+        ]
+        own = whole[(whole["implementation"] == OURS) & (whole["method"] == "top_k") & whole["tokens_per_day"].notna()]
+        if len(own):
+            last = table.by_precedence(own).iloc[-1]
+            how = asked(last["variant"]).rest
+            text = f"training {configuration} ({layers} layers, a step: {how}) on one GPU with our Triton layer"
+            lines.append((text, "–", f"{last['tokens_per_day'] / 1e9:.2f} B tokens a day"))
+        ratios = table.by_precedence(
+            whole[(whole["record"] == "ratio") & (whole["denominator"] == OURS) & (whole["denominator_variant"] == "")]
+        )
+        keys = ["numerator", "method", "denominator_method"]
+        for _, row in ratios.drop_duplicates(keys, keep="last").iterrows():
+            if row["numerator"] == OURS:
+                claim = "token-rounding-training-throughput"
+                text = f"… time of a step by top-K / by rounding to the nearest {row['m_tile']}"
+            else:
+                claim = "training-throughput-7b" if row["numerator"] == "scattermoe" else ""
+                text = f"… time of a step with {labels.get(row['numerator'], row['numerator'])} / with ours"
+            lines.append((text, _times(claims[claim]["value"]) if claim else "–", _interval(row)))
+    return lines
+
+
 def lines(rows: pd.DataFrame) -> list[str]:
     """The table as Markdown, from the rows of one GPU."""
     chosen = table.one_gpu(rows)
@@ -336,11 +394,11 @@ def lines(rows: pd.DataFrame) -> list[str]:
         _ours_beside,
         _kernels,
         _open_models,
+        _ablations,
     ]
     every = rows[rows["gpu"] == gpu[0]] if gpu else chosen
-    return head + [
-        f"| {' | '.join(cells)} |" for cells in [*(c for part in parts for c in part(chosen)), *_rounding(every)]
-    ]
+    cells = [*(its for part in parts for its in part(chosen)), *_rounding(every), *_training(every)]
+    return head + [f"| {' | '.join(its)} |" for its in cells]
 
 
 def with_numbers(text: str, block: list[str]) -> str:
