@@ -126,7 +126,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_link_without_end_hides_everything() -> None:
-    fast = project(SEVEN, COMPUTE, 64, GPU, Links(between=1e30))
+    fast = project(SEVEN, COMPUTE, 64, GPU, Links(inside=1e30, between=1e30))
     own = SEVEN.micro_batches // 64
     seconds = own * (43 * 0.02 + 0.05) + optimiser(43) / 64
     assert fast.tokens_per_day == pytest.approx(86_400 * SEVEN.step_tokens / seconds)
@@ -134,7 +134,8 @@ def test_a_link_without_end_hides_everything() -> None:
 
 
 def test_a_slow_link_is_all_that_counts() -> None:
-    slow = project(SEVEN, COMPUTE, 64, GPU, Links(between=1e9, efficiency=1.0))
+    # A machine has eight of them.
+    slow = project(SEVEN, COMPUTE, 64, GPU, Links(between=1e9 / 8, efficiency=1.0))
     parameters = costs.parameters(SEVEN)
     block = parameters - costs.parameters(replace(SEVEN, layers=42))
     moved = 63 / 64 * (8 * 43 * block + 6 * (parameters - 43 * block) + 6 * block)  # 2 + 2 + 4 bytes; what cannot hide
@@ -151,6 +152,13 @@ def test_bounds_enclose_the_projection(gpus: int, shard: int) -> None:
     assert its.bounds[0] <= its.tokens_per_day <= its.bounds[1] and 0 <= its.exposed < 1
     assert its.state_bytes == 16 * costs.parameters(SEVEN) / (shard or gpus)
     assert (its == project(SEVEN, COMPUTE, gpus, GPU)) == (shard in (0, gpus))
+
+
+def test_the_slowest_place_of_a_ring() -> None:
+    links = Links(inside=300e9, between=50e9, efficiency=0.5)
+    rates = {(8, 1): 300, (4, 2): 300, (2, 8): 50, (64, 1): 300, (12, 8): 50, (32, 2): 200, (4, 16): 50}
+    for (gpus, every), rate in rates.items():
+        assert links.bytes_per_s(gpus, every) == 0.5e9 * rate
 
 
 @pytest.mark.parametrize("own", [1, 3])

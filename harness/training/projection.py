@@ -5,11 +5,11 @@
 W GPUs hold R copies of the model, each sharded over N of them: N = W is FSDP, N = 8 hybrid sharding (HSDP) with a copy
 on each machine. For each micro-batch and block, FSDP-2 gathers the weights twice (for the forward, and again for the
 backward, since it frees them in between) and sums and scatters the gradients once. A ring moves (N - 1) / N of a tensor
-through each GPU's link. Once a step, in the last micro-batch, each GPU's part of the gradients is summed over the
-copies (reduce): a ring moves 2 (R - 1) / R of it through the link between them. With p parameters in a block, gathered
-in 2 bytes and summed in 4,
+through its slowest place (`Links`). Once a step, in the last micro-batch, each GPU's part of the gradients is summed
+over the copies (reduce): a ring over each N-th GPU moves 2 (R - 1) / R of it. With p parameters in a block, gathered in
+2 bytes and summed in 4,
 
-    gather = 2p (N - 1) / N / rate(N),   scatter = 4p (N - 1) / N / rate(N),   reduce = 4p / N · 2 (R - 1) / R / rate(W)
+    gather = 2p (N - 1) / N / rate(N),   scatter = 4p (N - 1) / N / rate(N),   reduce = 4p / N · 2 (R - 1) / R / rate(R)
 
 Communication runs beside computation: the next block's weights arrive while this one computes. So of L blocks
 
@@ -70,10 +70,16 @@ class Links:
     gpus: int = 8
     efficiency: float = 0.8
 
-    def bytes_per_s(self, world: int) -> float:
-        """Of a ring over ``world`` GPUs: its slowest link. Eight GPUs of a machine have a port each, so a collective
-        over many machines has all their ports."""
-        return (self.inside if world <= self.gpus else self.between) * self.efficiency
+    def bytes_per_s(self, gpus: int, every: int = 1) -> float:
+        """What crosses the slowest place of a ring over ``gpus`` GPUs, each ``every``-th of those that train.
+
+        A tensor enters and leaves a machine once, by the ports of all the ring's GPUs there, each of which carries its
+        part (NCCL's rings leave by different ports): a collective over whole machines has all their ports, one with a
+        single GPU on each machine that one's.
+        """
+        if gpus * every <= self.gpus:
+            return self.inside * self.efficiency
+        return min(self.inside, self.between * max(self.gpus // every, 1)) * self.efficiency
 
 
 @dataclass(frozen=True)
@@ -229,7 +235,7 @@ def project(config: Config, compute: Compute, gpus: int, gpu: str, links: Links 
     root = every - layers * block
     # Seconds a byte of the gathered tensor.
     within = (over - 1) / over / links.bytes_per_s(over)
-    between = 2 * (copies - 1) / copies / over / links.bytes_per_s(gpus)
+    between = 2 * (copies - 1) / copies / over / links.bytes_per_s(copies, over)
     gather, scatter, reduce = 2 * block * within, 4 * block * within, 4 * block * between
     root_time = (2 + 4) * root * within
     forward = compute.forward_share * compute.block
@@ -310,7 +316,7 @@ def assumptions(config: Config, links: Links) -> list[str]:
         "the copies sum their gradients once a step.",
         "Each GPU has the memory for a micro-batch's activations beside its share of these.",
         f"Collectives reach {links.efficiency:.0%} of {links.inside / 1e9:.0f} GB/s within a machine of {links.gpus} "
-        f"GPUs, and of {links.between / 1e9:.0f} GB/s for each GPU between machines.",
+        f"GPUs, and of {links.between / 1e9:.0f} GB/s between machines for each of a machine's GPUs that takes part.",
         "Communication slows no kernel down that computes beside it, and no GPU waits for a slower one.",
         "The paper's numbers are of H100, whose own configuration (layers, batch, sequence) it does not give.",
     ]
