@@ -280,6 +280,9 @@ def train(
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--no-recompute", help="Activation checkpointing.")
     ] = None,
+    shard: Annotated[
+        int | None, typer.Option(help="Processes that hold one copy of the weights between them; 0: all.")
+    ] = None,
     corpus: Annotated[str | None, typer.Option(help="python, or a data set of the Hugging Face Hub.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
@@ -320,6 +323,7 @@ def train(
         "batch": batch,
         "micro_batch": micro_batch,
         "recompute": recompute,
+        "shard": shard,
         "corpus": corpus,
         "seed": seed,
         "checkpoint_every": checkpoint_every,

@@ -439,7 +439,7 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
 
 def test_what_makes_a_checkpoint_another_runs() -> None:
     saved = tiny().as_dict()
-    assert difference(saved, tiny(recompute=True, checkpoint_every=7, keep=9)) is None
+    assert difference(saved, tiny(recompute=True, shard=2, checkpoint_every=7, keep=9)) is None
     assert difference(saved, tiny(layers=3)) == "layers = 2 there, 3 here"
     assert set(saved) >= FREE
 
@@ -447,7 +447,7 @@ def test_what_makes_a_checkpoint_another_runs() -> None:
 def test_parameters_are_divided_evenly_where_they_can_be() -> None:
     sharding = object.__new__(Sharding)
     for world, shape, dim in ((64, (128, 512, 1536), 0), (96, (128, 512, 1536), 2), (96, (1000, 7), 0)):
-        sharding.world = world
+        sharding.over = world
         assert sharding._along(torch.nn.Parameter(torch.empty(shape, device="meta"))).dim == dim
 
 
@@ -470,6 +470,9 @@ def test_rows_of_steps_are_valid_and_apart() -> None:
         for changes in ({}, {"layers": 3}, {"recompute": True}, {"batch": 16}, {"steps": 9})
     }
     assert len(variants) == 10
+    said = [rows.variant(tiny(shard=shard), 4) for shard in (0, 4, 2)]
+    assert said[0] == said[1] and [rows.asked(text).shard for text in said] == [0, 0, 2]
+    assert rows.asked(said[2]).rest == "8 sequences, sharded over 2"
 
 
 @pytest.mark.parametrize(

@@ -102,19 +102,31 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path.write_text("".join(json.dumps(row) + "\n" for row in [*training_rows.session(), training_rows.step(world=8)]))
     projection.main([str(path), "--implementation", "sonicmoe_triton", "--gpus", "64", "96", "128"])
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == " ".join(projection.COLUMNS).split() and len({len(line) for line in (head, *lines[:3])}) == 1
-    config = replace(SEVEN, recompute=False)
-    rows = projection.steps_of(training_rows.session(), config, "sonicmoe_triton")
-    its = project(config, compute_of(rows, config, GPU), 96, GPU)
-    assert lines[1].split()[:2] == ["96", f"{its.tokens_per_day / 1e9:.1f}"] and "225 (ScatterMoE)" in lines[1]
+    names = ("recomputing", *projection.COLUMNS)
+    assert head.split() == " ".join(names).split() and len({len(line) for line in (head, *lines[:12])}) == 1
+    ways = [(again, gpus, over) for again in ("yes", "no") for gpus in ("64", "96", "128") for over in ("8", "all")]
+    assert [tuple(line.split()[:3]) for line in lines[:12]] == ways
+    for recompute, shard in ((True, 0), (False, 8)):
+        config = replace(SEVEN, recompute=recompute, shard=shard)
+        rows = projection.steps_of(training_rows.session(), config, "sonicmoe_triton")
+        its = project(config, compute_of(rows, config, GPU), 96, GPU)
+        line = lines[ways.index(("yes" if recompute else "no", "96", str(shard or "all")))]
+        assert line.split()[3] == f"{its.tokens_per_day / 1e9:.1f}" and "225 (ScatterMoE)" in line
     # 64 micro-batches of 6 sequences: on more GPUs each has one.
     assert [project(config, COMPUTE, gpus, GPU).sequences for gpus in (16, 64, 96)] == [384, 384, 576]
-    assert lines[2].split()[5] == "–" and lines[3].startswith("check: 7B, 43 layers, 384 sequences, 11 steps, 8 proc")
-    assert "20, 24 layers" in lines[4] and "Each GPU has the memory" in " ".join(lines)
+    assert lines[4].split()[7] == "–"
+    assert lines[12].startswith("Recomputing, yes: from a step with 43 layers and 4 micro-batches, divided by FLOPs")
+    assert lines[13].startswith("check: 7B, 43 layers, 384 sequences, 11 steps, 8 proc")
+    assert "Recomputing, no: " in lines[14] and "20, 24 layers" in lines[14]
+    assert "Each GPU has the memory" in " ".join(lines)
+    projection.main([str(path), "--implementation", "sonicmoe_triton", "--gpus", "64", "--shard", "0"])
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:3]] == ["all"] * 2
+    with pytest.raises(SystemExit, match="projection: shard = 8: must divide the number of processes, 60"):
+        projection.main([str(path), "--implementation", "sonicmoe_triton", "--gpus", "60"])
 
 
 def test_a_link_without_end_hides_everything() -> None:
-    fast = project(SEVEN, COMPUTE, 64, GPU, Links(between=1e30))
+    fast = project(SEVEN, COMPUTE, 64, GPU, Links(inside=1e30, between=1e30))
     own = SEVEN.micro_batches // 64
     seconds = own * (43 * 0.02 + 0.05) + optimiser(43) / 64
     assert fast.tokens_per_day == pytest.approx(86_400 * SEVEN.step_tokens / seconds)
@@ -122,7 +134,8 @@ def test_a_link_without_end_hides_everything() -> None:
 
 
 def test_a_slow_link_is_all_that_counts() -> None:
-    slow = project(SEVEN, COMPUTE, 64, GPU, Links(between=1e9, efficiency=1.0))
+    # A machine has eight of them.
+    slow = project(SEVEN, COMPUTE, 64, GPU, Links(between=1e9 / 8, efficiency=1.0))
     parameters = costs.parameters(SEVEN)
     block = parameters - costs.parameters(replace(SEVEN, layers=42))
     moved = 63 / 64 * (8 * 43 * block + 6 * (parameters - 43 * block) + 6 * block)  # 2 + 2 + 4 bytes; what cannot hide
@@ -131,11 +144,44 @@ def test_a_slow_link_is_all_that_counts() -> None:
     assert slow.exposed > 0.9
 
 
-@pytest.mark.parametrize("gpus", [2, 8, 16, 64, 96])
-def test_bounds_enclose_the_projection(gpus: int) -> None:
-    its = project(SEVEN, COMPUTE, gpus, GPU)
+@pytest.mark.parametrize(
+    ("gpus", "shard"), [(2, 0), (2, 1), (8, 0), (8, 2), (8, 8), (16, 0), (16, 8), (64, 0), (64, 8), (96, 0), (96, 8)]
+)
+def test_bounds_enclose_the_projection(gpus: int, shard: int) -> None:
+    its = project(replace(SEVEN, shard=shard), COMPUTE, gpus, GPU)
     assert its.bounds[0] <= its.tokens_per_day <= its.bounds[1] and 0 <= its.exposed < 1
-    assert its.state_bytes == 16 * costs.parameters(SEVEN) / gpus
+    assert its.state_bytes == 16 * costs.parameters(SEVEN) / (shard or gpus)
+    assert (its == project(SEVEN, COMPUTE, gpus, GPU)) == (shard in (0, gpus))
+
+
+def test_the_slowest_place_of_a_ring() -> None:
+    links = Links(inside=300e9, between=50e9, efficiency=0.5)
+    rates = {(8, 1): 300, (4, 2): 300, (2, 8): 50, (64, 1): 300, (12, 8): 50, (32, 2): 200, (4, 16): 50}
+    for (gpus, every), rate in rates.items():
+        assert links.bytes_per_s(gpus, every) == 0.5e9 * rate
+
+
+@pytest.mark.parametrize("own", [1, 3])
+def test_copies_are_summed_once_a_step(own: int) -> None:
+    """By hand: a slow network, over which a block's gradients take longer than its backward."""
+    links = Links(between=1e9, efficiency=1.0)
+    config = replace(SEVEN, shard=8, batch=64 * 6 * own)
+    parameters = costs.parameters(SEVEN)
+    block = parameters - costs.parameters(replace(SEVEN, layers=42))
+    root = parameters - 43 * block
+    gather, scatter = (7 / 8 * size * block / 450e9 for size in (2, 4))
+    reduce = 2 * 7 / 8 * 4 / 8 * block / 1e9
+    backward = 0.02 * 2 / 3
+    assert reduce > backward > gather + scatter
+    micro_batch = 43 * 0.02 + 0.05 + gather + scatter + 7 / 8 * 6 * root / 450e9
+    last = 43 * (gather + scatter + reduce - backward) + reduce * (1 + root / block)
+    seconds = own * micro_batch + last + optimiser(43) / 8
+    its = project(config, COMPUTE, 64, GPU, links)
+    assert its.tokens_per_day == pytest.approx(86_400 * config.step_tokens / seconds)
+    assert its.exposed == pytest.approx((own * (micro_batch - 0.91) + last) / seconds)
+    # With all links fast what is left is the optimiser, on an eighth of the parameters.
+    fast = project(config, COMPUTE, 64, GPU, Links(inside=1e30, between=1e30))
+    assert fast.tokens_per_day == pytest.approx(86_400 * config.step_tokens / (own * 0.91 + optimiser(43) / 8))
 
 
 def test_the_check_goes_by_steps_of_the_same_layers_and_micro_batches() -> None:
@@ -157,10 +203,21 @@ def test_the_check_goes_by_steps_of_the_same_layers_and_micro_batches() -> None:
     assert projection.check([alone], SEVEN, GPU, Links()) == []
 
 
+def test_the_check_goes_by_the_rows_own_sharding() -> None:
+    config = replace(SEVEN, layers=8, batch=2 * 6)
+    alone = row(8, 0.5 + optimiser(8), micro_batches=1)
+    copies = project(replace(config, shard=1), compute_of([alone], SEVEN, GPU), 2, GPU)
+    together = row(8, 2 * SEVEN.shape.T * 86_400 / copies.tokens_per_day, world=2, micro_batches=1)
+    for shard, same in ((1, True), (0, False)):
+        together["variant"] = rows.variant(replace(config, shard=shard), 2)
+        [line] = projection.check([alone, together], SEVEN, GPU, Links())
+        assert ("projected / measured = 1.000;" in line) == same
+
+
 def test_steps_of_the_same_layers_count_once() -> None:
     rows = [row(8, seconds + optimiser(8), micro_batches=1) for seconds in (0.5, 0.6, 5.0)]
     compute = compute_of(rows, SEVEN, GPU)
-    assert 8 * compute.block + compute.rest == pytest.approx(0.6)
+    assert 8 * compute.block + compute.rest == pytest.approx(0.6) and "and 1 micro-batch," in compute.how
 
 
 def test_what_cannot_be_projected() -> None:
@@ -184,7 +241,7 @@ def test_a_step_on_a_shared_gpu_is_not_projected(tmp_path: Path, capsys: pytest.
     for step_ms in (None, [900.0]):
         rows.append(tmp_path, rows.measured_row(base, config, 1, step_ms, 2.5, 2.0, 10**10, [], None))
         if step_ms is None:
-            with pytest.raises(SystemExit, match="no training step of torch_loop on a GPU"):
+            with pytest.raises(SystemExit, match="no training step of torch_loop on one GPU"):
                 projection.main(arguments)
     projection.main(arguments)
     assert "a step with 8 layers" in capsys.readouterr().out

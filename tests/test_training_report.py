@@ -90,12 +90,16 @@ def test_ratios_stand_beside_the_claims_that_rest_on_them(tmp_path: Path) -> Non
 def test_projected(tmp_path: Path) -> None:
     rows = [*session(), step(implementation="megablocks", layers=8, world=2)]
     found = titled(build(store(tmp_path, rows, FILE)), training.PROJECTION)
-    who = list(zip(*(column(found, title) for title in ("implementation", "recomputing", "GPUs")), strict=True))
-    assert len(who) == 10 and {(OURS, "yes", "64"), (OURS, "no", "96"), ("scattermoe", "yes", "64")} <= set(who)
-    assert column(found, "paper, H100") == ["213 (SonicMoE)", "225 (ScatterMoE)"] * 5
+    titles = ("implementation", "recomputing", "GPUs", "sharded over")
+    who = list(zip(*(column(found, title) for title in titles), strict=True))
+    steps = [(OURS, "yes"), (OURS, "no"), ("sonicmoe_official", "yes"), ("scattermoe", "yes")]
+    assert sorted(who) == sorted(
+        (*step, gpus, over) for step in steps for gpus in ("64", "96") for over in ("8", "all")
+    )
+    assert column(found, "paper, H100") == (["213 (SonicMoE)"] * 2 + ["225 (ScatterMoE)"] * 2) * 4
     sources = column(found, "computation from")
-    assert "43 layers and 4 micro-batches, divided by FLOPs" in sources[who.index((OURS, "yes", "64"))]
-    assert "20, 24 layers and 4 micro-batches, carried on to 43" in sources[who.index((OURS, "no", "64"))]
+    assert "43 layers and 4 micro-batches, divided by FLOPs" in sources[who.index((OURS, "yes", "64", "8"))]
+    assert "20, 24 layers and 4 micro-batches, carried on to 43" in sources[who.index((OURS, "no", "64", "all"))]
     assert "Each GPU has the memory" in found.about and "80% of 450 GB/s" in found.about
 
 

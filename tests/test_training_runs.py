@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import MoeBench
 from torch import Tensor
-from training_runs import EVERY, STEPS, first_step_alone, train, train_together
+from training_runs import EVERY, STEPS, first_step_alone, train, train_and_count, train_together
 
 from harness import store
 from harness.errors import UserError
@@ -104,6 +104,41 @@ def test_another_implementation_has_the_same_curve(alone: Path, tmp_path: Path) 
     same_curve(tmp_path, alone)
 
 
+#: Few steps, of two micro-batches or more on each of up to four processes.
+FEW: dict[str, Any] = {"steps": 8, "checkpoint_every": 4, "micro_batch": 1}
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("few")
+    train(folder, **FEW)
+    return folder
+
+
+def numbers(folder: Path) -> Tensor:
+    """Loss and the gradient's norm of each step."""
+    return torch.tensor([(line["loss"], line["gradient_norm"]) for line in curve(folder) if "loss" in line])
+
+
+@pytest.mark.parametrize(("world", "shard"), [(2, 1), (4, 2)])
+def test_copies_learn_as_one_process(few: Path, tmp_path: Path, world: int, shard: int) -> None:
+    codes, said = train_together(tmp_path, world, run=train_and_count, shard=shard, **FEW)
+    assert codes == [0] * world, said
+    undisturbed = curve(tmp_path)
+    torch.testing.assert_close(numbers(tmp_path), numbers(few), rtol=0, atol=1e-4)
+    # Once a step, of both blocks and of what is around them.
+    assert int((tmp_path / "sums").read_text()) == 3 * FEW["steps"]
+    [row], problems = store.read(tmp_path / "training.jsonl")
+    assert not problems and row["variant"].endswith(f"8 steps, {world} processes, sharded over {shard}")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000008")
+    if world == 2:
+        assert train_together(tmp_path, world, resume=True, shard=shard, **FEW) == ([0] * world, [])
+        assert curve(tmp_path) == undisturbed
+    else:  # another number of processes, and sharded over all of them
+        train(tmp_path, resume=True, **FEW)
+        torch.testing.assert_close(numbers(tmp_path), numbers(few), rtol=0, atol=1e-4)
+
+
 def test_a_killed_run_goes_on_exactly(together: Path, tmp_path: Path) -> None:
     codes, said = train_together(tmp_path, kill=EVERY + 5)
     assert codes == [2, -9]
@@ -187,14 +222,14 @@ def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path)
 
 
 def test_all_processes_against_each_alone(tmp_path: Path) -> None:
-    codes, said = train_together(tmp_path, against="alone", rounds=2)
+    codes, said = train_together(tmp_path, against="alone", rounds=2, shard=1)
     assert codes == [0, 0], said
     rows, problems = store.read(tmp_path / "training.jsonl")
     assert not problems
     alone, together, ratio = rows
     assert [row["record"] for row in rows] == ["measurement", "measurement", "ratio"]
     assert alone["variant"] == "tiny, 2 layers, 4 sequences, 11 steps, 1 process"
-    assert together["variant"] == "tiny, 2 layers, 8 sequences, 11 steps, 2 processes"
+    assert together["variant"] == "tiny, 2 layers, 8 sequences, 11 steps, 2 processes, sharded over 1"
     assert (ratio["variant"], ratio["denominator_variant"]) == (alone["variant"], together["variant"])
     assert ratio["numerator"] == ratio["denominator"] == "sonicmoe_torch" and ratio["samples"] == 2
     assert ratio["ci95"][0] <= ratio["value"] <= ratio["ci95"][1]
@@ -300,6 +335,8 @@ def test_a_checkpoint_of_another_configuration(alone: Path, command_line: Comman
         (("tiny", "--routing", "sideways"), "choose from top_k"),
         (("tiny", "--batch", 9), "must be a multiple of micro_batch = 4"),
         (("tiny", "--layers", 0), "layers = 0 must be at least 1"),
+        (("tiny", "--shard", 2), "shard = 2: must divide the number of processes, 1"),
+        (("tiny", "--shard", -1), "shard = -1 must be at least 0"),
         (("tiny", "--corpus", "no/such"), "pip install -e '.[training]'"),
         (("tiny", "--timeout", 0), "--timeout 0"),
         (("tiny", "--against", "alone"), "needs several processes"),

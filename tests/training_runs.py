@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from harness.registry import default_registry
@@ -39,6 +40,21 @@ def train(
     changes = {"steps": STEPS, "checkpoint_every": EVERY, **changes}
     out, run = Console(file=io.StringIO()), folder / "run"
     command.train(out, configuration, changes, device, run, folder, resume, 60.0, against, rounds)
+
+
+def train_and_count(folder: Path, **changes: Any) -> None:
+    """`train`; the first process writes how often it summed gradients with other copies of its part of the weights."""
+    all_reduce, sums = dist.all_reduce, 0
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal sums
+        sums += named.get("group") is not None  # all others are sums of all processes
+        return all_reduce(*arguments, **named)
+
+    dist.all_reduce = counted
+    train(folder, **changes)
+    if os.environ["RANK"] == "0":
+        (folder / "sums").write_text(str(sums))
 
 
 def first_step_alone(folder: Path) -> None:

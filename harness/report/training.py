@@ -23,6 +23,8 @@ TERMINAL = {
     RATIOS: ("rounds", "date (UTC)", "reason", "row"),
     PROJECTION: ("state GiB", "sequences a step"),
 }
+#: Whose steps are projected to many GPUs: those of the paper's runs, and ours.
+PROJECTED = ("sonicmoe_triton", "sonicmoe_official", "scattermoe")
 #: The configuration of the paper's training runs.
 CONFIGURATION = "7B"
 
@@ -160,32 +162,29 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
 
 
 def projected(measured: Sequence[Stored]) -> Table:
-    """What the paper's training runs would be with each implementation measured, recomputing or not, as far as steps
+    """What the paper's training runs would be with the implementations `PROJECTED`, recomputing or not, as far as steps
     on one GPU tell."""
     links = projection.Links()
-    groups: dict[tuple[str, str, bool], list[Row]] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
     for stored in measured:
-        for recompute in (False, True):
-            config = load_config(CONFIGURATION, {"recompute": recompute})
-            if projection.steps_of([stored.row], config, stored.text("implementation")):
-                key = stored.machine, stored.text("implementation"), recompute
-                groups.setdefault(key, []).append(stored.row)
+        if stored.text("implementation") in PROJECTED:
+            groups.setdefault((stored.machine, stored.text("implementation")), []).append(stored.row)
     lines: list[tuple[Cell, ...]] = []
     checks: list[str] = []
-    for (machine, name, recompute), rows in groups.items():
-        if all(row["training"]["world_size"] > 1 for row in rows):
-            continue
-        config = load_config(CONFIGURATION, {"recompute": recompute})
-        what = machine, name, "yes" if recompute else "no"
-        try:
-            compute = projection.compute_of(rows, config, machine)
-            for gpus in projection.PAPER:
-                its = projection.cells(projection.project(config, compute, gpus, machine, links))
-                lines.append((*what, *(Number(*cell) for cell in its), compute.how))
-            checks += [f"{name}, {line}." for line in projection.check(rows, config, machine, links)]
-        except UserError as error:
-            lines.append((*what, *(Number(None, NONE) for _ in projection.COLUMNS), str(error)))
-    about = [f"What {CONFIGURATION} would train on many GPUs, projected from steps on one: a model, not a measurement."]
+    for (machine, name), rows in groups.items():
+        for config, found in projection.projectable(rows, CONFIGURATION, name):
+            what = machine, name, "yes" if config.recompute else "no"
+            try:
+                compute = projection.compute_of(found, config, machine)
+                for its in projection.shardings(config, compute, projection.PAPER, links.gpus, machine, links):
+                    lines.append((*what, *(Number(*cell) for cell in its), compute.how))
+                checks += [f"{name}, {line}." for line in projection.check(found, config, machine, links)]
+            except UserError as error:
+                lines.append((*what, *(Number(None, NONE) for _ in projection.COLUMNS), str(error)))
+    about = [
+        f"What {CONFIGURATION} would train on many GPUs, projected from steps on one: a model, not a measurement.",
+        "Of other implementations: python -m harness.training.projection.",
+    ]
     return Table(
         PROJECTION, "Training: many GPUs",
         " ".join([*about, *projection.assumptions(load_config(CONFIGURATION), links), *checks]),

@@ -40,6 +40,7 @@ class Config:
         clip: largest norm of the gradient.
         balance: factor of the load-balancing loss, of the mean over the layers.
         recompute: keep only each block's input for the backward (activation checkpointing).
+        shard: processes that hold one copy of weights, gradients and optimiser's state between them; 0: all of them.
         corpus: ``python`` (bytes of the standard library), or a data set of the Hugging Face Hub.
         seed: of the weights and of the order of the data.
         validate_every, validation_sequences: steps between validations (0: only at the end), and their size.
@@ -72,6 +73,7 @@ class Config:
     clip: float = 1.0
     balance: float = 0.01
     recompute: bool = False
+    shard: int = 0
     corpus: str = "python"
     seed: int = 0
     validate_every: int = 0
@@ -88,7 +90,9 @@ class Config:
                 raise UserError(f"{self.name}: {field.name} = {value!r} must be of type {kind}")
         for name in ("layers", "heads", "vocabulary", "sequence", "batch", "micro_batch", "steps", "m_tile", "keep"):
             self._at_least(name, 1)
-        for name in ("warmup", "validate_every", "checkpoint_every", "validation_sequences", "balance", "weight_decay"):
+        for name in ("warmup", "shard", "validate_every", "checkpoint_every", "validation_sequences"):
+            self._at_least(name, 0)
+        for name in ("balance", "weight_decay"):
             self._at_least(name, 0)
         for name in ("learning_rate", "clip", "rotary_base"):
             if not getattr(self, name) > 0:
@@ -125,8 +129,23 @@ class Config:
         return asdict(self)
 
 
-#: May differ between a checkpoint and the run that continues it: none of them moves the loss curve.
-FREE = frozenset({"name", "recompute", "validate_every", "validation_sequences", "checkpoint_every", "keep"})
+#: May differ between a checkpoint and the run that continues it: none of them moves the loss curve; ``shard`` changes
+#: the order of sums alone, as the number of processes does.
+FREE = frozenset({"name", "recompute", "shard", "validate_every", "validation_sequences", "checkpoint_every", "keep"})
+
+
+def sharded_over(shard: int, world: int) -> int:
+    """How many of ``world`` processes hold one copy of weights, gradients and optimiser's state between them.
+
+    Args:
+        shard: a configuration's; 0: all.
+
+    Raises:
+        UserError: it does not divide them.
+    """
+    if shard and world % shard:
+        raise UserError(f"shard = {shard}: must divide the number of processes, {world}; 0: sharded over all of them")
+    return shard or world
 
 
 def configuration_names() -> list[str]:

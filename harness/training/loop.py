@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from harness.compilation import CompilationCounter, watch_triton
@@ -110,6 +111,8 @@ class Trainer:
             torch.manual_seed(zlib.crc32(f"{config.seed} {number} {i * place.world + place.rank}".encode()))
             batch = batch.to(place.device)
             loss, balance = model(batch[:, :-1], batch[:, 1:])
+            # Copies of the parameters sum their gradients once a step; until then each has its own.
+            cast(FSDPModule, model).set_requires_all_reduce(i + 1 == own)
             # FSDP-2 takes the mean over processes.
             ((loss + config.balance * balance) / own).backward()
             sums += torch.stack([loss.detach(), balance.detach()])
@@ -246,7 +249,7 @@ def train(
             )
         checkpoints.check_configuration(latest, config)
     watch_triton()
-    with process_group(device, timeout_s) as place:
+    with process_group(device, timeout_s, config.shard) as place:
         base = rows.base_row(config, plugin, place.world, device)
         with failures(base, rows_folder, place):
             checkpoints.check_shared(latest, place.device)

@@ -86,7 +86,7 @@ def compare(
         other = replace(other, steps=WARM_UP + STEPS)
         point_of(rival, other, device, other.routing)
     watch_triton()
-    with process_group(device, timeout_s) as place:
+    with process_group(device, timeout_s, config.shard) as place:
         together = Side(plugin.label, config, plugin, place, config)
         if other is not None and rival is not None:
             sides = Side(rival.label, other, rival, place, other), together
@@ -128,7 +128,7 @@ def _alone(together: Side, timeout_s: float) -> Side:
             "--against alone: needs several processes: torchrun --nproc-per-node 2 -m harness.cli train ..."
         )
     # What does not divide evenly is refused where the corpus of all is opened.
-    own = replace(config, batch=max(config.micro_batches // world, 1) * config.micro_batch)
+    own = replace(config, batch=max(config.micro_batches // world, 1) * config.micro_batch, shard=0)
     return replace(together, name="each process alone", config=own, place=together.place.alone(timeout_s))
 
 

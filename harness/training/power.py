@@ -143,7 +143,7 @@ def _run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], float]:
     validations = [line for line in log.read(folder) if "validation_loss" in line]
     if not validations:
         raise UserError(f"{folder}: has no validation loss yet")
-    apart = ("routing", "m_tile", "seed", "name", "recompute", "checkpoint_every", "keep")
+    apart = ("routing", "m_tile", "seed", "name", "recompute", "shard", "checkpoint_every", "keep")
     same = {key: value for key, value in config.items() if key not in apart} | {"step": validations[-1]["step"]}
     return config, same, float(validations[-1]["validation_loss"])
 

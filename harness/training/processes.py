@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 
 from harness.errors import UserError
 from harness.interface import DTYPES
+from harness.training.config import sharded_over
 
 #: What the libraries say when another process has gone, or keeps quiet for longer than the timeout.
 _LOST = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "Connection refused", "NCCL")
@@ -27,24 +28,21 @@ class Place:
     """This process among those that train together.
 
     Attributes:
+        mesh: the processes; the last dimension's hold one copy of the parameters between them, those along the first
+            of two dimensions hold the same part of one.
         group: of these processes; None: all that were started.
     """
 
     rank: int
     world: int
     device: torch.device
+    mesh: DeviceMesh
     group: dist.ProcessGroup | None = None
-
-    def mesh(self) -> DeviceMesh:
-        """The processes' in one dimension, over which parameters are sharded."""
-        if self.group is None:
-            return init_device_mesh(self.device.type, (self.world,))
-        return DeviceMesh.from_group(self.group, self.device.type)
 
     def alone(self, timeout_s: float) -> Place:
         """This process by itself: what it does there communicates with no other. Every process calls it."""
         group, _ = dist.new_subgroups(1, timeout=timedelta(seconds=timeout_s))
-        return Place(0, 1, self.device, group)
+        return Place(0, 1, self.device, DeviceMesh.from_group(group, self.device.type), group)
 
 
 def environment_rank() -> int:
@@ -53,19 +51,22 @@ def environment_rank() -> int:
 
 
 @contextmanager
-def process_group(device: str, timeout_s: float) -> Iterator[Place]:
+def process_group(device: str, timeout_s: float, shard: int = 0) -> Iterator[Place]:
     """Join the other processes: NCCL between GPUs, gloo between CPUs.
 
     Args:
         device: ``cuda`` or ``cpu``.
         timeout_s: after which a process that keeps the others waiting counts as lost.
+        shard: processes that hold one copy of the parameters between them, each so many with neighbouring ranks, as
+            torchrun gives them to one machine; 0: all.
 
     Raises:
-        UserError: fewer GPUs than processes.
+        UserError: fewer GPUs than processes, or processes that ``shard`` does not divide.
     """
     launched = "RANK" in os.environ
     rank, world = environment_rank(), int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
+    over = sharded_over(shard, world)
     here = torch.device("cpu")
     if device == "cuda":
         if local >= torch.cuda.device_count():
@@ -80,12 +81,22 @@ def process_group(device: str, timeout_s: float) -> Iterator[Place]:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **joined, **device_id)  # type: ignore[arg-type]
     failed = True
     try:
-        yield Place(rank, world, here)
+        yield Place(rank, world, here, _mesh(device, world, over, timedelta(seconds=timeout_s)))
         failed = False
     finally:
         # NCCL would wait for processes that are gone.
         if not (failed and world > 1):
             dist.destroy_process_group()
+
+
+def _mesh(device: str, world: int, over: int, timeout: timedelta) -> DeviceMesh:
+    """Of all processes: (world), or (copies, sharded over)."""
+    if over == world:
+        return init_device_mesh(device, (world,))
+    ranks = torch.arange(world).view(-1, over)
+    # By hand: the groups that init_device_mesh would make have a timeout of their own.
+    groups = [dist.new_subgroups_by_enumeration(its.tolist(), timeout=timeout)[0] for its in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("copies", "sharded"))
 
 
 def lost_process(error: BaseException) -> bool:
@@ -96,12 +107,12 @@ def lost_process(error: BaseException) -> bool:
 
 
 class Sharding:
-    """How FSDP-2 divides a module's parameters among the processes: float32 there, in the computation's dtype while it
-    runs, gradients summed in float32."""
+    """How FSDP-2 divides a module's parameters among the processes that hold one copy of them: float32 there, in the
+    computation's dtype while it runs, gradients summed in float32."""
 
     def __init__(self, place: Place, dtype: str) -> None:
-        self.mesh = place.mesh()
-        self.world = place.world
+        self.mesh = place.mesh
+        self.over = place.mesh.shape[-1]
         self.policy = MixedPrecisionPolicy()
         if dtype != "float32":
             self.policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
@@ -112,5 +123,5 @@ class Sharding:
     def _along(self, parameter: nn.Parameter) -> Shard:
         """Along the first dimension that divides evenly, as experts do on 64 GPUs and do not on 96; else the first
         one, of which some processes then hold more."""
-        even = (i for i, size in enumerate(parameter.shape) if size % self.world == 0)
+        even = (i for i, size in enumerate(parameter.shape) if size % self.over == 0)
         return Shard(next(even, 0))

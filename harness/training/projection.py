@@ -2,17 +2,26 @@
 
     python -m harness.training.projection results/nvidia_h200/training.jsonl --implementation sonicmoe_triton
 
-For each micro-batch and block, FSDP-2 gathers the weights twice (for the forward, and again for the backward, since it
-frees them in between) and sums and scatters the gradients once. A ring moves (W - 1) / W of a tensor through each GPU's
-link. Communication runs beside computation: the next block's weights arrive while this one computes. So
+W GPUs hold R copies of the model, each sharded over N of them: N = W is FSDP, N = 8 hybrid sharding (HSDP) with a copy
+on each machine. For each micro-batch and block, FSDP-2 gathers the weights twice (for the forward, and again for the
+backward, since it frees them in between) and sums and scatters the gradients once. A ring moves (N - 1) / N of a tensor
+through its slowest place (`Links`). Once a step, in the last micro-batch, each GPU's part of the gradients is summed
+over the copies (reduce): a ring over each N-th GPU moves 2 (R - 1) / R of it. With p parameters in a block, gathered in
+2 bytes and summed in 4,
 
-    forward  = L · max(compute, gather) + gather
-    backward = L · max(compute, gather + scatter) + scatter
+    gather = 2p (N - 1) / N / rate(N),   scatter = 4p (N - 1) / N / rate(N),   reduce = 4p / N · 2 (R - 1) / R / rate(R)
 
-with what cannot hide, the first gather and the last scatter, added once. Recomputing moves a forward's work into the
-backward and gathers nothing more: a block's forward runs again while its weights are there for the backward. Embedding,
-norms and head are gathered once a micro-batch, and their gradients scattered once, unhidden. The time of clipping and
-of the optimiser falls as 1 / W.
+Communication runs beside computation: the next block's weights arrive while this one computes. So of L blocks
+
+    forward       = L · max(compute, gather) + gather
+    backward      = L · max(compute, gather + scatter) + scatter
+    last backward = L · max(compute, gather + scatter + reduce) + scatter + reduce
+
+with what cannot hide, the first gather, the last scatter and the last reduce, added once. That a reduce goes beside
+gathers, where it has a link of its own, is not counted on. Recomputing moves a forward's work into the backward and
+gathers nothing more: a block's forward runs again while its weights are there for the backward. Embedding, norms and
+head are gathered once a micro-batch, their gradients scattered once, and reduced once a step, unhidden. The time of
+clipping and of the optimiser falls as 1 / N, and so do 16 bytes a parameter of weights, gradients and state.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +41,7 @@ from harness.errors import UserError
 from harness.gpus import rates_of
 from harness.training import costs
 from harness.training import rows as rows_module
-from harness.training.config import Config, load_config
+from harness.training.config import Config, load_config, sharded_over
 
 #: The paper's: GPUs (H100) -> whose kernels trained its 7B model there, and tokens a day.
 PAPER = {64: ("SonicMoE", 213e9), 96: ("ScatterMoE", 225e9)}
@@ -40,8 +49,8 @@ PAPER = {64: ("SonicMoE", 213e9), 96: ("ScatterMoE", 225e9)}
 #: writes it: fp32 bytes a parameter.
 OPTIMISER_BYTES = 28 + 12
 #: Of a table of projections (`cells`).
-COLUMNS = ("GPUs", "B tokens/day", "nothing hidden – all hidden", "paper, H100", "a GPU", "exposed", "sequences a step",
-           "state GiB")  # fmt: skip
+COLUMNS = ("GPUs", "sharded over", "B tokens/day", "nothing hidden – all hidden", "paper, H100", "a GPU", "exposed",
+           "sequences a step", "state GiB")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,10 +70,16 @@ class Links:
     gpus: int = 8
     efficiency: float = 0.8
 
-    def bytes_per_s(self, world: int) -> float:
-        """Of a ring over ``world`` GPUs: its slowest link. Eight GPUs of a machine have a port each, so a collective
-        over many machines has all their ports."""
-        return (self.inside if world <= self.gpus else self.between) * self.efficiency
+    def bytes_per_s(self, gpus: int, every: int = 1) -> float:
+        """What crosses the slowest place of a ring over ``gpus`` GPUs, each ``every``-th of those that train.
+
+        A tensor enters and leaves a machine once, by the ports of all the ring's GPUs there, each of which carries its
+        part (NCCL's rings leave by different ports): a collective over whole machines has all their ports, one with a
+        single GPU on each machine that one's.
+        """
+        if gpus * every <= self.gpus:
+            return self.inside * self.efficiency
+        return min(self.inside, self.between * max(self.gpus // every, 1)) * self.efficiency
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,7 @@ class Projection:
     """Of a number of GPUs.
 
     Attributes:
+        over: GPUs that one copy of the model is sharded over.
         tokens_per_day: with the overlap of the model above.
         bounds: nothing hidden, everything hidden.
         exposed: the share of a step that waits for communication.
@@ -97,6 +113,7 @@ class Projection:
     """
 
     gpus: int
+    over: int
     tokens_per_day: float
     bounds: tuple[float, float]
     exposed: float
@@ -148,7 +165,7 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
     seconds = {layers: statistics.median(its) for layers, its in found.items()}
     # A block's forward is a third of its FLOPs, a quarter where the backward computes it again.
     forward = 1 / 4 if config.recompute else 1 / 3
-    batch = f"and {micro_batches} micro-batches"
+    batch = f"and {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     beyond = "" if config.layers in seconds else f", carried on to {config.layers} by the time of one layer"
     if len(seconds) > 1:
         slope, rest = np.polyfit(list(seconds), list(seconds.values()), 1)
@@ -168,10 +185,11 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
 
 
 def _as_measured(config: Config, row: Mapping[str, Any]) -> Config:
-    """The configuration with the layers and the batch of a row's step."""
+    """The configuration with the layers, the batch and the sharding of a row's step."""
     tokens = row["latency_ms"]["median"] / 1e3 * row["training"]["tokens_per_s"]
     micro_batches = max(round(tokens / config.shape.T), 1)
-    return replace(config, layers=int(row["training"]["layers"]), batch=micro_batches * config.micro_batch)
+    layers, shard = int(row["training"]["layers"]), rows_module.asked(row["variant"]).shard
+    return replace(config, layers=layers, batch=micro_batches * config.micro_batch, shard=shard)
 
 
 def check(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str, links: Links) -> list[str]:
@@ -202,39 +220,45 @@ def check(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str, links: Li
 
 
 def project(config: Config, compute: Compute, gpus: int, gpu: str, links: Links | None = None) -> Projection:
-    """Tokens a day of the configuration on so many GPUs, each with at least one micro-batch a step.
+    """Tokens a day of the configuration, sharded as it says, on so many GPUs: each has at least one micro-batch a step.
 
     Raises:
-        UserError: a GPU whose rates are not recorded.
+        UserError: a GPU whose rates are not recorded, or a number that ``config.shard`` does not divide.
     """
     links, rates = links or Links(), rates_of(gpu)
     if rates is None:
         raise UserError(f"no rates are recorded for {gpu} (harness/gpus.py)")
+    over = sharded_over(config.shard, gpus)
+    copies = gpus // over
     every, layers = costs.parameters(config), config.layers
     block = (costs.parameters(replace(config, layers=layers + 1)) - every) * 1.0
     root = every - layers * block
-    per_byte = (gpus - 1) / gpus / links.bytes_per_s(gpus)
-    gather, scatter = 2 * block * per_byte, 4 * block * per_byte
-    root_time = (2 + 4) * root * per_byte
+    # Seconds a byte of the gathered tensor.
+    within = (over - 1) / over / links.bytes_per_s(over)
+    between = 2 * (copies - 1) / copies / over / links.bytes_per_s(copies, over)
+    gather, scatter, reduce = 2 * block * within, 4 * block * within, 4 * block * between
+    root_time = (2 + 4) * root * within
     forward = compute.forward_share * compute.block
     backward = compute.block - forward
-    computing = layers * compute.block + compute.rest
-    communicating = layers * (2 * gather + scatter) + root_time
-    overlapped = layers * (max(forward, gather) + max(backward, gather + scatter)) + compute.rest
-    if gpus > 1:
-        overlapped += gather + scatter + root_time
     own = max(config.micro_batches // gpus, 1)
-    optimiser = every * OPTIMISER_BYTES / rates.bytes_per_s / gpus
+    # Of a step, but for the optimiser.
+    computing = own * (layers * compute.block + compute.rest)
+    communicating = own * (layers * (2 * gather + scatter) + root_time) + 4 * every * between
+    plain, last = (max(backward, gather + scatter + more) for more in (0, reduce))
+    overlapped = own * (layers * (max(forward, gather) + plain) + compute.rest + gather + scatter + root_time)
+    overlapped += layers * (last - plain) + reduce + 4 * root * between
+    optimiser = every * OPTIMISER_BYTES / rates.bytes_per_s / over
 
-    def rate(micro_batch: float) -> float:
-        return 86_400 * gpus * own * config.shape.T / (own * micro_batch + optimiser)
+    def rate(step: float) -> float:
+        return 86_400 * gpus * own * config.shape.T / (step + optimiser)
 
     return Projection(
         gpus,
+        over,
         rate(overlapped),
         (rate(computing + communicating), rate(max(computing, communicating))),
-        (overlapped - computing) * own / (own * overlapped + optimiser),
-        16 * every / gpus,
+        (overlapped - computing) / (overlapped + optimiser),
+        16 * every / over,
         gpus * own * config.micro_batch,
     )
 
@@ -245,6 +269,7 @@ def cells(its: Projection) -> tuple[tuple[float | None, str], ...]:
     who, paper = PAPER.get(its.gpus, ("", None))
     return (
         (its.gpus, str(its.gpus)),
+        (its.over, "all" if its.over == its.gpus else str(its.over)),
         (billions, f"{billions:.1f}"),
         (low, f"{low:.1f} – {high:.1f}"),
         (paper, f"{paper / 1e9:.0f} ({who})" if paper else "–"),
@@ -255,16 +280,43 @@ def cells(its: Projection) -> tuple[tuple[float | None, str], ...]:
     )
 
 
+def shardings(
+    config: Config, compute: Compute, gpus: Iterable[int], shard: int, gpu: str, links: Links
+) -> list[tuple[tuple[float | None, str], ...]]:
+    """`cells` of each number of GPUs, sharded over ``shard`` of them, where they are more, and over all.
+
+    Raises:
+        UserError: as `project`.
+    """
+    return [
+        cells(project(replace(config, shard=over), compute, number, gpu, links))
+        for number in gpus
+        for over in ([shard, 0] if 0 < shard < number else [0])
+    ]
+
+
+def projectable(
+    rows: Sequence[Mapping[str, Any]], configuration: str, implementation: str
+) -> Iterator[tuple[Config, list[Mapping[str, Any]]]]:
+    """The configuration recomputing and not, as far as there are steps of one process, with all rows of its steps."""
+    for recompute in (True, False):
+        config = load_config(configuration, {"recompute": recompute})
+        found = steps_of(rows, config, implementation)
+        if any(row["training"]["world_size"] == 1 for row in found):
+            yield config, found
+
+
 def assumptions(config: Config, links: Links) -> list[str]:
     """What a projection takes for granted, in sentences."""
     return [
         "A micro-batch's computation is that of one GPU.",
         f"{config.layers} layers, {config.batch} sequences a step, {config.micro_batch} a micro-batch, of which each "
         "GPU has at least one: where they do not divide among the GPUs, a step has other sequences.",
-        "Each GPU has the memory for a micro-batch's activations beside its share of weights, gradients and AdamW's "
-        "state.",
+        "Sharded over fewer GPUs than there are, each so many hold a copy of weights, gradients and AdamW's state, and "
+        "the copies sum their gradients once a step.",
+        "Each GPU has the memory for a micro-batch's activations beside its share of these.",
         f"Collectives reach {links.efficiency:.0%} of {links.inside / 1e9:.0f} GB/s within a machine of {links.gpus} "
-        f"GPUs, and of {links.between / 1e9:.0f} GB/s for each GPU between machines.",
+        f"GPUs, and of {links.between / 1e9:.0f} GB/s between machines for each of a machine's GPUs that takes part.",
         "Communication slows no kernel down that computes beside it, and no GPU waits for a slower one.",
         "The paper's numbers are of H100, whose own configuration (layers, batch, sequence) it does not give.",
     ]
@@ -277,23 +329,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--implementation", required=True)
     parser.add_argument("--configuration", default="7B")
     parser.add_argument("--gpus", type=int, nargs="+", default=list(PAPER))
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--shard", type=int, default=Links.gpus, help="hybrid sharding's; 0: over all GPUs alone")
     parser.add_argument("--efficiency", type=float, default=Links.efficiency)
     given = parser.parse_args(arguments)
-    config = load_config(given.configuration, {"recompute": given.recompute or None})
     links = Links(efficiency=given.efficiency)
+    texts: list[Sequence[str]] = [("recomputing", *COLUMNS)]
+    notes: list[str] = []
     try:
-        found = steps_of(store.latest(store.read(given.rows)[0]), config, given.implementation)
-        gpu = found[0]["environment"]["gpu"] if found else None
-        if not gpu:
-            raise UserError(f"{given.rows}: no training step of {given.implementation} on a GPU at {config.shape}")
-        compute = compute_of(found, config, gpu)
-        lines = [cells(project(config, compute, gpus, gpu, links)) for gpus in given.gpus]
-        texts = [COLUMNS, *([text for _, text in line] for line in lines)]
+        rows = store.latest(store.read(given.rows)[0])
+        for config, found in projectable(rows, given.configuration, given.implementation):
+            gpu, word = found[0]["environment"]["gpu"], "yes" if config.recompute else "no"
+            compute = compute_of(found, config, gpu)
+            lines = shardings(config, compute, given.gpus, given.shard, gpu, links)
+            texts += [(word, *(text for _, text in line)) for line in lines]
+            notes += [*check(found, config, gpu, links), f"Recomputing, {word}: from {compute.how}."]
+        config = load_config(given.configuration)
+        if not notes:
+            raise UserError(f"{given.rows}: no training step of {given.implementation} on one GPU at {config.shape}")
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         for line in texts:
             print("   ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
-        print("\n".join([*check(found, config, gpu, links), f"From {compute.how}.", *assumptions(config, links)]))
+        print("\n".join([*notes, *assumptions(config, links)]))
     except UserError as error:
         sys.exit(f"projection: {error}")
 

@@ -16,7 +16,7 @@ from harness.interface import Implementation, LayerSpec, RoutingSpec
 from harness.record import SCHEMA_VERSION, utc_now
 from harness.registry import code_hash
 from harness.statistics import summarise
-from harness.training.config import Config
+from harness.training.config import Config, sharded_over
 from harness.training.costs import utilisation
 
 FILE = "training.jsonl"
@@ -24,22 +24,25 @@ OPERATION = "training_step"
 
 
 def variant(config: Config, world: int) -> str:
-    """What else tells one training step from another: ``7B, 20 layers, 384 sequences, 50 steps, 2 processes,
-    recomputing``."""
+    """What else tells one training step from another: ``7B, 20 layers, 384 sequences, 50 steps, 16 processes, sharded
+    over 8, recomputing``; sharded over all of them and computing nothing again go without saying."""
     plural = "es" if world > 1 else ""
     parts = [config.name, f"{config.layers} layers", f"{config.batch} sequences", f"{config.steps} steps"]
     parts += [f"{world} process{plural}"]
+    over = sharded_over(config.shard, world)
+    parts += [f"sharded over {over}"] if over < world else []
     return ", ".join([*parts, "recomputing"] if config.recompute else parts)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a `variant` says: configuration, layers and processes (0: nothing of them), and the rest in words, without
-    the run's number of steps."""
+    """What a `variant` says: configuration, layers and processes (0: nothing of them), the configuration's ``shard``,
+    and the rest in words, ``shard`` too, without the run's number of steps."""
 
     configuration: str
     layers: int
     processes: int
+    shard: int
     rest: str
 
 
@@ -47,14 +50,16 @@ def asked(text: str) -> Asked:
     """A variant taken apart; any text has one."""
     name, *parts = text.split(", ")
     numbers = {"layers": 0, "process": 0, "steps": 0}
-    rest = []
+    shard, rest = 0, []
     for part in parts:
         found = re.fullmatch(r"(\d+) (layers|process|steps)(?:es)?", part, re.ASCII)
         if found:
             numbers[found[2]] = int(found[1])
-        else:
-            rest.append(part)
-    return Asked(name, numbers["layers"], numbers["process"], ", ".join(rest))
+            continue
+        rest.append(part)
+        over = re.fullmatch(r"sharded over (\d+)", part, re.ASCII)
+        shard = int(over[1]) if over else shard
+    return Asked(name, numbers["layers"], numbers["process"], shard, ", ".join(rest))
 
 
 def base_row(config: Config, plugin: Implementation, world: int, device: str) -> dict[str, Any]:

@@ -81,9 +81,10 @@ def test_our_layer_learns_with_other_routings(routing: str, expected: list[float
 
 @two_gpus
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch_loop", "sonicmoe_triton")])
-def test_two_processes_learn_as_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", [0, 1])
+def test_two_processes_learn_as_one(name: str, shard: int, tmp_path: Path) -> None:
     one = torch.tensor(train(small(implementation=name), tmp_path / "one"))
-    codes, said = train_together(tmp_path / "two", device="cuda", implementation=name, **SMALL)
+    codes, said = train_together(tmp_path / "two", device="cuda", implementation=name, shard=shard, **SMALL)
     assert codes == [0, 0], said
     two = torch.tensor(losses(tmp_path / "two"))
     torch.testing.assert_close(two[:3], one[:3], rtol=0, atol=0.01)
