@@ -17,7 +17,8 @@ Communication runs beside computation: the next block's weights arrive while thi
     backward      = L · max(compute, gather + scatter) + scatter
     last backward = L · max(compute, gather + scatter + reduce) + scatter + reduce
 
-with what cannot hide, the first gather, the last scatter and the last reduce, added once. That a reduce goes beside
+with what cannot hide, the first gather, the last scatter and the last reduce, added once, and no more than if nothing
+ran beside anything. That a reduce goes beside
 gathers, where it has a link of its own, is not counted on. Recomputing moves a forward's work into the backward and
 gathers nothing more: a block's forward runs again while its weights are there for the backward. Embedding, norms and
 head are gathered once a micro-batch, their gradients scattered once, and reduced once a step, unhidden. The time of
@@ -247,6 +248,7 @@ def project(config: Config, compute: Compute, gpus: int, gpu: str, links: Links 
     plain, last = (max(backward, gather + scatter + more) for more in (0, reduce))
     overlapped = own * (layers * (max(forward, gather) + plain) + compute.rest + gather + scatter + root_time)
     overlapped += layers * (last - plain) + reduce + 4 * root * between
+    overlapped = min(overlapped, computing + communicating)
     optimiser = every * OPTIMISER_BYTES / rates.bytes_per_s / over
 
     def rate(step: float) -> float:
