@@ -26,7 +26,17 @@ NAMES = [
 ]
 
 
-SMALL = {"d": 256, "n": 128, "E": 16, "K": 4, "sequence": 256, "dtype": "bfloat16", "steps": STEPS, "m_tile": 128, "learning_rate": 2e-3}
+SMALL = {
+    "d": 256,
+    "n": 128,
+    "E": 16,
+    "K": 4,
+    "sequence": 256,
+    "dtype": "bfloat16",
+    "steps": STEPS,
+    "m_tile": 128,
+    "learning_rate": 2e-3,
+}
 SMALL["checkpoint_every"] = 0
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
