@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from harness.errors import UserError
-from harness.token_rounding import TOP_K
+from harness.token_rounding import TOP_K, routing_name
 from harness.training import log, power
 from plots import style
 
@@ -46,7 +46,7 @@ def curves_of(folders: Sequence[Path]) -> dict[str, dict[int, Curve]]:
         lines = [line for line in log.read(folder) if "loss" in line]
         curve = np.array([line["tokens"] for line in lines]), np.array([line["loss"] for line in lines])
         config = log.read_config(folder)
-        found[power.arm_name(config)][config["seed"]] = curve
+        found[routing_name(config["routing"], config["m_tile"])][config["seed"]] = curve
     return found
 
 

@@ -13,6 +13,7 @@ import plots
 from harness.errors import UserError
 from harness.registry import default_registry
 from harness.report import figures
+from harness.token_rounding import routing_name
 from harness.training import log, power, rows
 from harness.training.config import load_config
 from plots import style, training_curves
@@ -23,7 +24,7 @@ GPU, FOLDER = "NVIDIA Imaginary 100", "nvidia_imaginary_100"
 def run(folder: Path, routing: str = "top_k", seed: int = 0, ended: bool = True, **changes: object) -> Path:
     """A run of sixty steps, worse by nothing but its seed."""
     config = load_config("tiny", {"routing": routing, "seed": seed, **changes})
-    place = folder / f"{power.arm_name(config.as_dict())}-{seed}-{config.layers}"
+    place = folder / f"{routing_name(config.routing, config.m_tile)}-{seed}-{config.layers}"
     its = log.Log(place, 0, config.as_dict())
     for step in range(1, 61):
         its.write(step=step, loss=5.0 / step + seed, tokens=step * 1000)

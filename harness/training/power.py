@@ -25,7 +25,7 @@ from typing import Any
 from scipy import optimize, stats
 
 from harness.errors import UserError
-from harness.token_rounding import ROUNDINGS, TOP_K
+from harness.token_rounding import TOP_K, routing_name
 from harness.training import log
 
 #: Of the two-sided test: the probability of seeing a difference where none is, and of seeing one that is there.
@@ -103,14 +103,8 @@ def compare(found: Sequence[float], deviation: float, freedom: int) -> Compariso
     return Comparison(difference, ci95, detectable_difference(deviation, len(found), freedom), verdict)
 
 
-def arm_name(config: Mapping[str, Any]) -> str:
-    """A routing, with the tile that it rounds to."""
-    name = str(config["routing"])
-    return f"{name}-{config['m_tile']}" if name in ROUNDINGS else name
-
-
 def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
-    """Arm (see `arm_name`) -> seed -> last validation loss; top-K first, then the arms with most seeds.
+    """Arm (`routing_name`) -> seed -> last validation loss; top-K first, then the arms with most seeds.
 
     Raises:
         UserError: a folder without a run or without a validation, runs that differ in more than routing and seed, or
@@ -124,7 +118,7 @@ def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
             field = next(key for key in same if same[key] != seen.get(key))
             raise UserError(f"{folder}: {field} = {same[field]!r}, {seen.get(field)!r} in the runs before")
         seen = same
-        arms.setdefault(arm_name(config), {})[config["seed"]] = loss
+        arms.setdefault(routing_name(config["routing"], config["m_tile"]), {})[config["seed"]] = loss
     return {arm: arms[arm] for arm in sorted(arms, key=lambda arm: (arm != TOP_K, -len(arms[arm]), arm))}
 
 
