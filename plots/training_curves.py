@@ -1,12 +1,10 @@
 """Loss curves of runs that differ in routing and seed, and what they say (from the runs' folders, not from rows).
 
-python -m plots.training_curves RUN_FOLDER... --output FOLDER
+Of runs that one names: python -m plots.runs RUN_FOLDER... --output FOLDER
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +14,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from harness.errors import UserError
 from harness.token_rounding import TOP_K, routing_name
 from harness.training import log, power
 from plots import style
@@ -139,21 +137,5 @@ def _panels(left: Axes, right: Axes, curves: dict[str, dict[int, Curve]], looks:
         style.sentence(right, "no run by top-K to compare with")
     for axes in (left, right):
         axes.set_xlabel("million tokens")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         style.plain_grid(axes)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the figure and say where it is."""
-    parser = argparse.ArgumentParser(description="Loss curves of runs that differ in routing and seed.")
-    parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    try:
-        for path in draw(given.runs, given.output):
-            print(f"wrote {path}")
-    except UserError as error:
-        sys.exit(f"training_curves: {error}")
-
-
-if __name__ == "__main__":
-    main()

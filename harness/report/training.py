@@ -180,7 +180,7 @@ def projected(measured: Sequence[Stored]) -> Table:
         try:
             compute = projection.compute_of(rows, config, machine)
             for gpus in projection.PAPER:
-                its = projection.cells(projection.project(config, compute, gpus, machine, links))
+                its = projection.cells(projection.project(config, compute, gpus, machine, links), CONFIGURATION)
                 lines.append((*what, *(Number(*cell) for cell in its), compute.how))
             checks += [f"{name}, {line}." for line in projection.check(rows, config, machine, links)]
         except UserError as error:

@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 from scipy import optimize, stats
 
-from harness.errors import UserError
+from harness.errors import UserError, refusals
 from harness.token_rounding import TOP_K, routing_name
 from harness.training import log
 
@@ -161,8 +160,8 @@ def table(arms: Mapping[str, Mapping[int, float]]) -> list[str]:
             lines[i] += found.verdict
             if found.verdict == "not measured":
                 lines[i] += f" (less than {found.detectable:.4f} cannot be told)"
-    said = f"A seed moves the difference of two arms by {deviation:.4f} nats (standard deviation, {freedom} degrees of "
-    return [*lines, f"{said}freedom)."]
+    degrees = f"{freedom} degree{'s' * (freedom > 1)} of freedom"
+    return [*lines, f"A seed moves the difference of two arms by {deviation:.4f} nats (standard deviation, {degrees})."]
 
 
 def plan(deviation: float, seeds: int) -> str:
@@ -186,9 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--plan", nargs=2, metavar=("DEVIATION", "SEEDS"), help="before any run: what could be told")
     given = parser.parse_args(arguments)
-    if bool(given.runs) == bool(given.plan):
-        parser.error("name the folders of runs, or --plan DEVIATION SEEDS")
-    try:
+    with refusals("power"):
+        if bool(given.runs) == bool(given.plan):
+            raise UserError("name the folders of runs, or --plan DEVIATION SEEDS")
         if given.plan:
             try:
                 deviation, seeds = float(given.plan[0]), int(given.plan[1])
@@ -196,10 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise UserError(f"--plan {' '.join(given.plan)}: a number of nats, and a number of seeds") from error
             print(plan(deviation, seeds))
             return
-        arms = arms_of(given.runs)
-        print("\n".join(table(arms)))
-    except UserError as error:
-        sys.exit(f"power: {error}")
+        print("\n".join(table(arms_of(given.runs))))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from harness import store
-from harness.errors import UserError
+from harness.errors import UserError, refusals
 from harness.gpus import rates_of
 from harness.training import costs
 from harness.training import rows as rows_module
@@ -148,7 +147,7 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
     seconds = {layers: statistics.median(its) for layers, its in found.items()}
     # A block's forward is a third of its FLOPs, a quarter where the backward computes it again.
     forward = 1 / 4 if config.recompute else 1 / 3
-    batch = f"and {micro_batches} micro-batches"
+    batch = f"and {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     beyond = "" if config.layers in seconds else f", carried on to {config.layers} by the time of one layer"
     if len(seconds) > 1:
         slope, rest = np.polyfit(list(seconds), list(seconds.values()), 1)
@@ -239,10 +238,10 @@ def project(config: Config, compute: Compute, gpus: int, gpu: str, links: Links 
     )
 
 
-def cells(its: Projection) -> tuple[tuple[float | None, str], ...]:
-    """A line under `COLUMNS`: numbers, and what they read."""
+def cells(its: Projection, configuration: str) -> tuple[tuple[float | None, str], ...]:
+    """A line under `COLUMNS`: numbers, and what they read. The paper's are of its 7B."""
     billions, (low, high) = its.tokens_per_day / 1e9, (bound / 1e9 for bound in its.bounds)
-    who, paper = PAPER.get(its.gpus, ("", None))
+    who, paper = PAPER.get(its.gpus, ("", None)) if configuration == "7B" else ("", None)
     return (
         (its.gpus, str(its.gpus)),
         (billions, f"{billions:.1f}"),
@@ -280,22 +279,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--efficiency", type=float, default=Links.efficiency)
     given = parser.parse_args(arguments)
-    config = load_config(given.configuration, {"recompute": given.recompute or None})
-    links = Links(efficiency=given.efficiency)
-    try:
+    with refusals("projection"):
+        if min(given.gpus) < 1:
+            raise UserError(f"--gpus {min(given.gpus)}: must be at least 1")
+        if not 0 < given.efficiency <= 1:
+            raise UserError(f"--efficiency {given.efficiency:g}: must be greater than 0 and at most 1")
+        config = load_config(given.configuration, {"recompute": given.recompute or None})
+        links = Links(efficiency=given.efficiency)
         found = steps_of(store.latest(store.read(given.rows)[0]), config, given.implementation)
         gpu = found[0]["environment"]["gpu"] if found else None
         if not gpu:
             raise UserError(f"{given.rows}: no training step of {given.implementation} on a GPU at {config.shape}")
         compute = compute_of(found, config, gpu)
-        lines = [cells(project(config, compute, gpus, gpu, links)) for gpus in given.gpus]
+        lines = [cells(project(config, compute, gpus, gpu, links), config.name) for gpus in given.gpus]
         texts = [COLUMNS, *([text for _, text in line] for line in lines)]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         for line in texts:
             print("   ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
         print("\n".join([*check(found, config, gpu, links), f"From {compute.how}.", *assumptions(config, links)]))
-    except UserError as error:
-        sys.exit(f"projection: {error}")
 
 
 if __name__ == "__main__":
