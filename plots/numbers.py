@@ -398,7 +398,8 @@ def _step_ratios(rows: pd.DataFrame, configuration: str, labels: dict[str, str])
         | ((chosen["numerator"] != OURS) & (chosen["denominator_method"] == ""))
     ]
     lines = []
-    for numerator, row in chosen.drop_duplicates("numerator", keep="last").set_index("numerator").iterrows():
+    for _, row in chosen.drop_duplicates("numerator", keep="last").iterrows():
+        numerator = str(row["numerator"])
         claim = _OF_STEPS.get((configuration, numerator), "")
         text = f"… time of a step with {labels.get(numerator, numerator)} / with ours"
         if numerator == OURS:
