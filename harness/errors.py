@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _DIRECTIONS = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
@@ -28,6 +31,16 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return one_line(super().__str__())
+
+
+@contextmanager
+def refusals(program: str) -> Iterator[None]:
+    """For a module that runs by itself: a `UserError` becomes its line, and exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def printable(text: str) -> str:

@@ -26,9 +26,15 @@ from harness.interface import ROUTER_CONVENTIONS
 ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")
 TOP_K = "top_k"
 METHODS = (TOP_K, *ROUNDINGS, "expert_choice", "token_drop")
+
 ADDED_WEIGHTS = ("renormalised", "raw")
 #: Largest tile: multiples of it must fit into the 64 bits of the counts.
 MOST_M_TILE = 2**31 - 1
+
+
+def routing_name(method: str, m_tile: object) -> str:
+    """A method in one word, with the tile where it rounds to one: ``nearest-128``."""
+    return f"{method}-{m_tile}" if method in ROUNDINGS else method
 
 
 class GeneralRouting(NamedTuple):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from harness.token_rounding import TOP_K
 from harness.training.rows import OPERATION, asked
 from plots import ablations, kernels, open_models
 from plots import rows as table
@@ -348,35 +349,62 @@ def _ablations(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     return lines
 
 
+#: Configuration and numerator -> the claim that the ratio stands beside.
+_OF_STEPS = {("7B", "scattermoe"): "training-throughput-7b", ("1.4B", OURS): "token-rounding-training-throughput"}
+
+
 def _training(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     """Whole training steps on one GPU: tokens a day of ours, and ratios from steps in turns."""
-    claims = table.claims()
     lines: list[tuple[str, str, str]] = []
-    of_steps = rows[(rows["operation"] == OPERATION) & (rows["status"] == "ok") & (rows["measured_on"] == "cuda")]
+    of_steps = table.by_precedence(
+        rows[(rows["operation"] == OPERATION) & (rows["status"] == "ok") & (rows["measured_on"] == "cuda")]
+    )
     labels = dict(zip(rows["implementation"], rows["label"], strict=True)) | {OFFICIAL: "SonicMoE"}
+    steps = {variant: asked(variant) for variant in of_steps["variant"]}
     for configuration, layers in (("7B", 43), ("1.4B", 17)):
-        found = [asked(variant) for variant in of_steps["variant"]]
-        whole = of_steps[
-            [(its.configuration, its.layers, its.processes) == (configuration, layers, 1) for its in found]
+        whole = [
+            variant
+            for variant, its in steps.items()
+            if (its.configuration, its.layers, its.processes) == (configuration, layers, 1)
         ]
-        own = whole[(whole["implementation"] == OURS) & (whole["method"] == "top_k") & whole["tokens_per_day"].notna()]
+        own = of_steps[
+            of_steps["variant"].isin(whole)
+            & (of_steps["implementation"] == OURS)
+            & (of_steps["method"] == TOP_K)
+            & of_steps["tokens_per_day"].notna()
+        ]
         if len(own):
-            last = table.by_precedence(own).iloc[-1]
-            how = asked(last["variant"]).rest
+            last = own.iloc[-1]
+            how = steps[last["variant"]].rest
             text = f"training {configuration} ({layers} layers, a step: {how}) on one GPU with our Triton layer"
             lines.append((text, "–", f"{last['tokens_per_day'] / 1e9:.2f} B tokens a day"))
-        ratios = table.by_precedence(
-            whole[(whole["record"] == "ratio") & (whole["denominator"] == OURS) & (whole["denominator_variant"] == "")]
-        )
-        keys = ["numerator", "method", "denominator_method"]
-        for _, row in ratios.drop_duplicates(keys, keep="last").iterrows():
-            if row["numerator"] == OURS:
-                claim = "token-rounding-training-throughput"
-                text = f"… time of a step by top-K / by rounding to the nearest {row['m_tile']}"
-            else:
-                claim = "training-throughput-7b" if row["numerator"] == "scattermoe" else ""
-                text = f"… time of a step with {labels.get(row['numerator'], row['numerator'])} / with ours"
-            lines.append((text, _times(claims[claim]["value"]) if claim else "–", _interval(row)))
+            alike = [variant for variant in whole if steps[variant].rest == how]
+            lines += _step_ratios(of_steps[of_steps["variant"].isin(alike)], configuration, labels)
+    return lines
+
+
+def _step_ratios(rows: pd.DataFrame, configuration: str, labels: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Of equal steps: another implementation over ours, and top-K over rounding to the paper's tile."""
+    claims = table.claims()
+    chosen = rows[
+        (rows["record"] == "ratio")
+        & (rows["denominator"] == OURS)
+        & (rows["denominator_variant"] == "")
+        & (rows["method"] == TOP_K)
+    ]
+    rounding = (chosen["denominator_method"] == "nearest") & (chosen["m_tile"] == "128")
+    chosen = chosen[
+        ((chosen["numerator"] == OURS) & rounding)
+        | ((chosen["numerator"] != OURS) & (chosen["denominator_method"] == ""))
+    ]
+    lines = []
+    for _, row in chosen.drop_duplicates("numerator", keep="last").iterrows():
+        numerator = str(row["numerator"])
+        claim = _OF_STEPS.get((configuration, numerator), "")
+        text = f"… time of a step with {labels.get(numerator, numerator)} / with ours"
+        if numerator == OURS:
+            text = f"… time of a step by top-K / by rounding to the nearest {row['m_tile']}"
+        lines.append((text, _times(claims[claim]["value"]) if claim else "–", _interval(row)))
     return lines
 
 

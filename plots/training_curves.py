@@ -1,12 +1,10 @@
 """Loss curves of runs that differ in routing and seed, and what they say (from the runs' folders, not from rows).
 
-python -m plots.training_curves RUN_FOLDER... --output FOLDER
+Of runs that one names: python -m plots.runs RUN_FOLDER... --output FOLDER
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +14,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from harness.errors import UserError
-from harness.token_rounding import TOP_K
+from harness.token_rounding import TOP_K, routing_name
 from harness.training import log, power
 from plots import style
 
@@ -46,7 +44,7 @@ def curves_of(folders: Sequence[Path]) -> dict[str, dict[int, Curve]]:
         lines = [line for line in log.read(folder) if "loss" in line]
         curve = np.array([line["tokens"] for line in lines]), np.array([line["loss"] for line in lines])
         config = log.read_config(folder)
-        found[power.arm_name(config)][config["seed"]] = curve
+        found[routing_name(config["routing"], config["m_tile"])][config["seed"]] = curve
     return found
 
 
@@ -139,21 +137,5 @@ def _panels(left: Axes, right: Axes, curves: dict[str, dict[int, Curve]], looks:
         style.sentence(right, "no run by top-K to compare with")
     for axes in (left, right):
         axes.set_xlabel("million tokens")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         style.plain_grid(axes)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the figure and say where it is."""
-    parser = argparse.ArgumentParser(description="Loss curves of runs that differ in routing and seed.")
-    parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    try:
-        for path in draw(given.runs, given.output):
-            print(f"wrote {path}")
-    except UserError as error:
-        sys.exit(f"training_curves: {error}")
-
-
-if __name__ == "__main__":
-    main()

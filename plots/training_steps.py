@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from harness.token_rounding import ROUNDINGS, TOP_K
+from harness.token_rounding import ROUNDINGS, TOP_K, routing_name
 from harness.training.config import load_config
 from harness.training.projection import PAPER
 from harness.training.rows import OPERATION, asked
@@ -87,21 +87,26 @@ def groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return dict(sorted((several or titled).items(), key=lambda item: -len(_sides(item[1]))))
 
 
+def _routed(rows: pd.DataFrame) -> list[str]:
+    """Each row's routing, of a ratio the numerator's."""
+    return [routing_name(*its) for its in zip(rows["method"], rows["m_tile"], strict=True)]
+
+
 def _sides(rows: pd.DataFrame) -> list[tuple[str, str]]:
     """(Implementation, routing) of the steps by themselves, in the order of drawing."""
     measured = rows[rows["record"] == "measurement"]
-    found = set(zip(measured["implementation"], measured["method"], strict=True))
+    found = set(zip(measured["implementation"], _routed(measured), strict=True))
     order = style.ordered(name for name, _ in found)
     return sorted(found, key=lambda side: (order.index(side[0]), side[1] != TOP_K, side[1]))
 
 
-def ratio(rows: pd.DataFrame, name: str, method: str) -> Ratio:
+def ratio(rows: pd.DataFrame, name: str, routing: str) -> Ratio:
     """The time of a step over that of the reference by top-K, from the last row of both in turns."""
-    own, other = (name, method), (REFERENCE, TOP_K)
+    own, other = (name, routing), (REFERENCE, TOP_K)
     result = Ratio()
     for _, row in rows[(rows["record"] == "ratio") & rows["value"].gt(0)].iterrows():
-        above = row["numerator"], row["method"]
-        below = row["denominator"], row["denominator_method"] or row["method"]
+        above = row["numerator"], routing_name(row["method"], row["m_tile"])
+        below = row["denominator"], routing_name(row["denominator_method"] or row["method"], row["m_tile"])
         unstable = row["status"] == "unstable"
         if own != other and (above, below) == (own, other):
             result = Ratio(row["value"], row["value_low"], row["value_high"], 1, unstable)
@@ -113,10 +118,11 @@ def ratio(rows: pd.DataFrame, name: str, method: str) -> Ratio:
 def bars_of(rows: pd.DataFrame, texts: dict[str, str], notes: style.Footnotes, title: str) -> list[Bar]:
     """The bars of one group; a failure's reason goes to ``notes``."""
     found = []
-    for name, method in _sides(rows):
-        own = rows[(rows["record"] == "measurement") & (rows["implementation"] == name) & (rows["method"] == method)]
+    routed = pd.Series(_routed(rows), index=rows.index)
+    for name, routing in _sides(rows):
+        own = rows[(rows["record"] == "measurement") & (rows["implementation"] == name) & (routed == routing)]
         row = table.best_row(own, "tokens_per_day")
-        label = style.label(name, texts) + ("" if method == TOP_K else f", {method}")
+        label = style.label(name, texts) + ("" if routing == TOP_K else f", {routing}")
         if row is None:
             continue
         if row["status"] not in table.NUMBERS_ALLOWED:
@@ -124,7 +130,7 @@ def bars_of(rows: pd.DataFrame, texts: dict[str, str], notes: style.Footnotes, t
             found.append(Bar(name, label, text=f"{style.STATUS_TEXT.get(row['status'], row['status'])}{mark}"))
             continue
         value, low, high = (row[f"tokens_per_day{part}"] / 1e9 for part in ("", "_low", "_high"))
-        found.append(Bar(name, label, value, low, high, row["status"] == "unstable", ratio(rows, name, method)))
+        found.append(Bar(name, label, value, low, high, row["status"] == "unstable", ratio(rows, name, routing)))
     return found
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import Any
 
 import pytest
+from training_rows import in_turns, step
 
 from harness.store import read_folder
 from plots import kernel_table, numbers, rows
@@ -67,6 +69,38 @@ def test_token_roundings_numbers_by_another_way() -> None:
     value, low, high = (weight * value for value in (last["value"], *last["ci95"]))
     text = f"included | – | forward {value:.2f}× [{low:.2f}, {high:.2f}];"
     assert text in numbers.README.read_text(encoding="utf-8")
+
+
+def test_lines_of_training_are_of_equal_steps() -> None:
+    whole: dict[str, Any] = {"layers": 43, "batch": 6, "recompute": True}
+    ours, other = step(**whole), step(implementation="scattermoe", slower=1.3, **whole)
+    top_k, nearest = (step("1.4B", batch=10, routing=routing) for routing in ("top_k", "nearest"))
+    found = [other, ours, in_turns(other, ours, 1.3), top_k, nearest, in_turns(top_k, nearest, 0.97)]
+
+    def lines(*more: dict[str, Any]) -> list[tuple[str, str, str]]:
+        return numbers._training(rows.one_gpu([*found, *more]))
+
+    before = lines()
+    texts = [(what.split("(")[0], paper, measured.split(" [")[0]) for what, paper, measured in before]
+    a_day = [f"{row['training']['tokens_per_day_per_gpu'] / 1e9:.2f} B tokens a day" for row in (ours, top_k)]
+    assert texts == [
+        ("training 7B ", "–", a_day[0]),
+        ("… time of a step with ScatterMoE / with ours", "1.42×", "1.30×"),
+        ("training 1.4B ", "–", a_day[1]),
+        ("… time of a step by top-K / by rounding to the nearest 128", "1.16×", "0.97×"),
+    ]
+    # Of another batch, of two GPUs, to another tile, of a rival by rounding, and of losses alone.
+    many = [step(**{**whole, "batch": 12, "implementation": name}) for name in ("scattermoe", "sonicmoe_triton")]
+    two = [
+        step(**{**whole, "batch": 12, "implementation": name}, world=2) for name in ("scattermoe", "sonicmoe_triton")
+    ]
+    tile = [step("1.4B", batch=10, routing=routing, m_tile=64) for routing in ("top_k", "nearest")]
+    mixed = in_turns(other, step(routing="nearest", **whole), 1.9)
+    later = [in_turns(*two, 1.7), in_turns(*tile, 1.8), mixed, step(validation_loss=3.0, **whole), *two, tile[1]]
+    assert lines(*later) == before
+    assert lines(in_turns(*many, 1.6)) == before
+    rival = step("1.4B", batch=10, implementation="scattermoe")
+    assert lines(in_turns(rival, top_k, 1.2))[-1][1] == "–"
 
 
 def test_the_papers_ratios() -> None:

@@ -13,8 +13,10 @@ import plots
 from harness.errors import UserError
 from harness.registry import default_registry
 from harness.report import figures
+from harness.token_rounding import routing_name
 from harness.training import log, power, rows
 from harness.training.config import load_config
+from plots import runs as named
 from plots import style, training_curves
 
 GPU, FOLDER = "NVIDIA Imaginary 100", "nvidia_imaginary_100"
@@ -23,7 +25,7 @@ GPU, FOLDER = "NVIDIA Imaginary 100", "nvidia_imaginary_100"
 def run(folder: Path, routing: str = "top_k", seed: int = 0, ended: bool = True, **changes: object) -> Path:
     """A run of sixty steps, worse by nothing but its seed."""
     config = load_config("tiny", {"routing": routing, "seed": seed, **changes})
-    place = folder / f"{power.arm_name(config.as_dict())}-{seed}-{config.layers}"
+    place = folder / f"{routing_name(config.routing, config.m_tile)}-{seed}-{config.layers}"
     its = log.Log(place, 0, config.as_dict())
     for step in range(1, 61):
         its.write(step=step, loss=5.0 / step + seed, tokens=step * 1000)
@@ -68,15 +70,22 @@ def test_the_figure_of_the_curves(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [(arm, len(its)) for arm, its in curves.items()] == [
         ("top_k", 2), ("expert_choice", 2), ("nearest-16", 2), ("up-16", 1)
     ]  # fmt: skip
-    training_curves.main([*map(str, runs), "--output", str(tmp_path / "figures")])
+    named.main([*map(str, runs), "--output", str(tmp_path / "figures")])
     assert (tmp_path / "figures" / "training_curves.svg").is_file()
     assert capsys.readouterr().out.count("wrote ") == 2
     left, right = made[0].axes
     # On the right a mean for each arm but top-K, a band for those with two seeds, and zero.
     assert len(left.lines) == 7 and len(right.lines) == 4 and len(right.collections) == 2
     training_curves.draw(runs[:1], tmp_path / "one")  # neither top-K nor a second seed
-    with pytest.raises(SystemExit, match="holds no run"):
-        training_curves.main([str(tmp_path), "--output", str(tmp_path)])
+    (tmp_path / "file").touch()
+    for folder, output, said in (
+        (tmp_path, tmp_path, "holds no run"),
+        (runs[0], tmp_path / "file" / "below", "cannot be written"),
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            named.main([str(folder), "--output", str(output)])
+        error = capsys.readouterr().err
+        assert error.startswith("runs: ") and said in error and error.count("\n") == 1
 
 
 def test_the_mean_over_seeds_and_its_range(tmp_path: Path, made: list[Figure]) -> None:

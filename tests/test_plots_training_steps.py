@@ -61,8 +61,17 @@ def test_a_bar_is_the_newest_row_and_its_ratio_the_newest_in_turns() -> None:
 def test_a_rounding_is_turned_over() -> None:
     top_k, nearest = step("1.4B"), step("1.4B", 0.9, routing="nearest")
     (found,) = bars([top_k, nearest, in_turns(top_k, nearest, 1.1)]).values()
-    its = found["SonicMoE (Triton, ours), nearest"].ratio
+    its = found["SonicMoE (Triton, ours), nearest-128"].ratio
     assert its.value == pytest.approx(1 / 1.1) and its.low < its.value < its.high
+
+
+def test_tiles_are_bars_of_their_own() -> None:
+    sides = [step("1.4B", slower, routing="nearest", m_tile=tile) for tile, slower in ((128, 0.9), (64, 0.8))]
+    other = step("1.4B", m_tile=64)
+    (found,) = bars([step("1.4B"), *sides, in_turns(other, sides[1], 1.2)]).values()
+    small, large = (found[f"SonicMoE (Triton, ours), nearest-{tile}"] for tile in (64, 128))
+    assert small.value > large.value and math.isnan(large.ratio.value)
+    assert small.ratio.value == pytest.approx(1 / 1.2)
 
 
 def test_what_is_no_bar() -> None:

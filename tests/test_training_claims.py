@@ -79,6 +79,8 @@ def test_steps_in_turns_measure_the_claims(tmp_path: Path) -> None:
         {"status": "unstable", "reason": "something compiled"},
         {"routing": {"method": "nearest", "distribution": "uniform", "seed": 0, "m_tile": 128}},
         {"operation": "moe_layer"},
+        {"variant": "7B-of-mine, 8 layers"},
+        {"denominator_variant": "7B, 8 layers, 12 sequences, 2 processes"},
     ],
 )
 def test_other_rows_do_not(tmp_path: Path, other: Row) -> None:
@@ -92,6 +94,24 @@ def test_a_newer_failure_counts(tmp_path: Path) -> None:
     found, _ = evaluate(write(tmp_path / "gpu", [ratio(), later]).parent)
     its = finding(found, "training-throughput-7b", "ours")
     assert its.value is None and "something compiled" in its.reason
+
+
+def test_the_whole_model_counts_before_a_newer_trial_of_fewer_layers(tmp_path: Path) -> None:
+    whole = ratio(variant="7B, 43 layers, 6 sequences, 11 steps, 1 process, recomputing", value=1.3, ci95=[1.29, 1.31])
+    trial = changed(ratio(), timestamp="2099-01-01T00:00:00+00:00")
+    found, _ = evaluate(write(tmp_path / "gpu", [whole, trial]).parent)
+    its = finding(found, "training-throughput-7b", "ours")
+    assert its.value == 1.3 and "43 layers" in its.reason
+
+
+@pytest.mark.parametrize(("tile", "value"), [(128, 1.1), (64, None)])
+def test_rounding_is_to_the_papers_tile(tmp_path: Path, tile: int, value: float | None) -> None:
+    rounding = ratio(numerator="sonicmoe_triton", variant="1.4B, 17 layers", value=1.1, ci95=[1.09, 1.12])
+    rounding["routing"] = {**rounding["routing"], "m_tile": tile}
+    rounding["denominator_routing"] = {**rounding["routing"], "method": "nearest"}
+    its = finding(evaluate(write(tmp_path / "gpu", [rounding]).parent)[0], "token-rounding-training-throughput", "ours")
+    assert its.value == value
+    assert value or "--routing nearest --against sonicmoe_triton:top_k" in its.reason
 
 
 def test_training_steps_disturb_no_other_claim_and_no_figure(tmp_path: Path) -> None:
@@ -176,6 +196,26 @@ def test_quality_is_nearest_roundings_to_128(tmp_path: Path) -> None:
     )
     assert wide.value == alone.value and wide.ci95 is not None and alone.ci95 is not None
     assert wide.ci95[0] < alone.ci95[0] - 0.01
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [{"notes": ["corpus of another kind"]}, {"dtype": "float32"}, {"variant": "7B, 8 layers, 60 steps"}],
+)
+def test_runs_that_differ_in_more_are_another_set(tmp_path: Path, apart: Row) -> None:
+    runs = [trained("top_k", seed, 3.0, notes=["corpus python"]) for seed in range(3)]
+    runs += [trained("nearest", seed, 3.1 + 0.001 * seed, **{"notes": ["corpus python"], **apart}) for seed in range(3)]
+    its = finding(evaluate(write(tmp_path / "gpu", runs).parent)[0], "token-rounding-quality", "ours")
+    assert its.value is None and not its.parts
+
+
+def test_a_newer_trial_with_fewer_seeds_is_not_judged(tmp_path: Path) -> None:
+    runs = [trained("top_k", seed, 3.0 + 0.001 * seed) for seed in range(3)]
+    runs += [trained("nearest", seed, 3.1 + 0.001 * seed + 0.0001 * (seed == 1)) for seed in range(3)]
+    later = {"variant": "1.4B, 17 layers", "timestamp": "2099-01-02T00:00:00+00:00"}
+    trial = [trained(method, 0, 5.0, **later) for method in ("top_k", "nearest")]
+    its = finding(evaluate(write(tmp_path / "gpu", [*runs, *trial]).parent)[0], "token-rounding-quality", "ours")
+    assert its.value == pytest.approx(math.exp(0.1), abs=1e-4) and len(its.rows) == 6
 
 
 def test_losses_count_without_times(tmp_path: Path) -> None:

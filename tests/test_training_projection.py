@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import training_rows
 from scipy import stats
 
 from harness.errors import UserError
-from harness.registry import default_registry
+from harness.registry import ROOT, default_registry
 from harness.training import costs, log, power, projection, rows
 from harness.training.config import load_config
 from harness.training.projection import OPTIMISER_BYTES, Compute, Links, compute_of, project
@@ -221,7 +222,7 @@ def test_steps_of_the_same_layers_count_once() -> None:
     assert 8 * compute.block + compute.rest == pytest.approx(0.6) and "and 1 micro-batch," in compute.how
 
 
-def test_what_cannot_be_projected() -> None:
+def test_what_cannot_be_projected(capsys: pytest.CaptureFixture[str]) -> None:
     for steps, gpu, said in (
         ([], GPU, "no row of a step on one GPU"),
         ([row(8, 1.0, world=2)], GPU, "no row of a step on one GPU"),
@@ -230,8 +231,25 @@ def test_what_cannot_be_projected() -> None:
     ):
         with pytest.raises(UserError, match=said):
             compute_of(steps, SEVEN, gpu)
-    with pytest.raises(SystemExit, match="cannot be read"):
-        projection.main(["/nowhere/rows.jsonl", "--implementation", "sonicmoe_triton"])
+    path = str(ROOT / "results" / "nvidia_h200" / rows.FILE)
+    for given, said in (
+        (["/nowhere/rows.jsonl"], "cannot be read"),
+        ([path, "--configuration", "nope"], "choose from"),
+        ([path, "--gpus", "8", "0"], "--gpus 0: must be at least 1"),
+        ([path, "--efficiency", "0"], "--efficiency 0: must be greater than 0 and at most 1"),
+        ([path, "--efficiency", "nan"], "--efficiency nan: must"),
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            projection.main([*given, "--implementation", "sonicmoe_triton"])
+        error = capsys.readouterr().err
+        assert error.startswith("projection: ") and said in error and error.count("\n") == 1
+
+
+def test_the_papers_numbers_stand_beside_its_7b_alone() -> None:
+    for name, said in (("7B", "213 (SonicMoE)"), ("1.4B", "–")):
+        config = load_config(name)
+        its = project(config, compute_of([row(8, 1.0)], config, GPU), 64, GPU)
+        assert projection.cells(its, name)[3][1] == said
 
 
 def test_a_step_on_a_shared_gpu_is_not_projected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,8 +260,9 @@ def test_a_step_on_a_shared_gpu_is_not_projected(tmp_path: Path, capsys: pytest.
     for step_ms in (None, [900.0]):
         rows.append(tmp_path, rows.measured_row(base, config, 1, step_ms, 2.5, 2.0, 10**10, [], None))
         if step_ms is None:
-            with pytest.raises(SystemExit, match="no training step of torch_loop on one GPU"):
+            with pytest.raises(SystemExit, match=r"^2$"):
                 projection.main(arguments)
+            assert "no training step of torch_loop on one GPU" in capsys.readouterr().err
     projection.main(arguments)
     assert "a step with 8 layers" in capsys.readouterr().out
 
@@ -275,11 +294,16 @@ def test_what_a_plan_can_tell(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert f"a difference of {many} nats is found with a probability of 80%; of an arm with one seed, {one}." in said
     for wrong in (["0.01", "1"], ["-1", "4"], ["nan", "4"], ["0.01", "four"]):
-        with pytest.raises(SystemExit, match=r"^power: --plan .* seeds$"):
-            power.main(["--plan", *wrong])
+        assert re.fullmatch(r"power: --plan .* seeds\n", refused(["--plan", *wrong], capsys))
     for neither in ([], ["run", "--plan", "0.01", "4"]):
-        with pytest.raises(SystemExit, match="2"):
-            power.main(neither)
+        assert refused(neither, capsys) == "power: name the folders of runs, or --plan DEVIATION SEEDS\n"
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What `power` says before its exit code 2."""
+    with pytest.raises(SystemExit, match=r"^2$"):
+        power.main(arguments)
+    return capsys.readouterr().err
 
 
 def test_arms_are_compared_seed_by_seed() -> None:
@@ -317,7 +341,7 @@ def test_arms_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert said[3].startswith("A seed moves the difference of two arms by 0.0001 nats (standard deviation, 2 degrees")
 
 
-def test_runs_that_are_not_alike(tmp_path: Path) -> None:
+def test_runs_that_are_not_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = run(tmp_path, 2.0)
     for other, said in (
         (run(tmp_path, 2.0, layers=3), "layers = 3, 2 in the runs before"),
@@ -327,5 +351,4 @@ def test_runs_that_are_not_alike(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             power.arms_of([first, other])
     (first / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0}))
-    with pytest.raises(SystemExit, match="has no validation loss yet"):
-        power.main([str(first)])
+    assert "has no validation loss yet" in refused([str(first)], capsys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,10 @@ from training_runs import EVERY, STEPS, first_step_alone, train, train_and_count
 
 from harness import store
 from harness.errors import UserError
-from harness.training import checkpoints, data, log
+from harness.record import utc_now
+from harness.registry import default_registry
+from harness.training import checkpoints, data, log, rows
+from harness.training.config import load_config
 from harness.training.model import Transformer
 
 CommandLine = Callable[..., tuple[int, str, str]]
@@ -208,6 +212,7 @@ def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path)
     arguments = ("tiny", "--against", "torch_loop:nearest", "--rounds", 2, "--implementation", "torch_loop")
     code, said, error = command_line("train", *arguments, "--output", tmp_path, "--device", "cpu")
     assert code == 0 and not error and said.count("round ") == 2
+    assert re.search(r"PyTorch loop by nearest [\d.]+ ms against PyTorch loop by top_k [\d.]+ ms", said)
     rows, problems = store.read(tmp_path / "training.jsonl")
     assert not problems
     assert [row["record"] for row in rows] == ["measurement", "measurement", "ratio"]
@@ -275,6 +280,47 @@ def test_a_shared_gpu_gives_losses_and_no_times(command_line: CommandLine, tmp_p
     assert "--against compares times" in refused(
         command_line, tmp_path, "tiny", "--losses-only", "--against", "torch_loop"
     )
+
+
+def test_curves_without_a_checkpoint_are_not_lost(command_line: CommandLine, tmp_path: Path) -> None:
+    place = ("--folder", tmp_path / "run", "--output", tmp_path, "--device", "cpu", "--checkpoint-every", 0)
+    code, said, _ = command_line("train", "tiny", "--steps", 2, *place)
+    assert code == 0 and "no row: the first 3 steps are warm-up" in said
+    before = curve(tmp_path)
+    assert "curves of a run without a checkpoint" in refused(command_line, tmp_path, "tiny", "--steps", 2, *place)
+    code, said, _ = command_line("train", "tiny", "--steps", 2, *place, "--resume")
+    assert code == 0 and "all 2 steps are done already" in said
+    error = refused(command_line, tmp_path, "tiny", "--steps", 3, *place, "--resume")
+    assert "steps = 2 there, 3 here" in error and "--folder" in error
+    assert curve(tmp_path) == before
+    # What was stopped before its first checkpoint begins anew.
+    path = tmp_path / "run" / log.FILE
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    code, said, _ = command_line("train", "tiny", "--steps", 2, *place, "--resume")
+    assert code == 0 and "validation loss" in said and curve(tmp_path) == before
+
+
+def test_a_failure_takes_the_place_of_its_own_kind(tmp_path: Path) -> None:
+    """A timed step, its failure, and a run for losses alone with its failure are two measurements."""
+    config = load_config("tiny")
+    plugin = default_registry().get(config.implementation)
+    found = []
+    for losses_only in (False, True):
+        base = rows.base_row(config, plugin, 1, "cpu", losses_only)
+        times = None if losses_only else [5.0, 4.0]
+        found.append([rows.measured_row(base, config, 1, times, 2.5, 2.4, None, [], None),
+                      rows.failed_row(base, "crashed", "it broke")])  # fmt: skip
+    for row in (*found[0], *found[1]):
+        rows.append(tmp_path, row)
+    stored, problems = store.read(tmp_path / rows.FILE)
+    assert not problems
+    timed, its, losses_alone, its_failure = stored
+    assert [store.latest([first, then]) for first, then in ((timed, its), (losses_alone, its_failure))] == [
+        [its], [its_failure]
+    ]  # fmt: skip
+    assert store.latest([its, {**timed, "timestamp": utc_now()}])[0]["status"] == "ok"
+    assert len(store.latest([timed, losses_alone])) == len(store.latest([timed, its_failure])) == 2
+    assert len(store.latest([losses_alone, its])) == 2
 
 
 def refused(command_line: CommandLine, tmp_path: Path, *arguments: object) -> str:

@@ -9,7 +9,8 @@ from harness.claims.paper import Entry
 from harness.claims.rows import GpuRows
 from harness.claims.subjects import Measure, unmeasured
 from harness.claims.time_claims import forward_vs_deepgemm, near_bound, speed
-from harness.claims.training_claims import quality, step_ratio
+from harness.claims.training_claims import ROUNDED, quality, step_ratio
+from harness.token_rounding import TOP_K
 
 
 def unknown(rows: GpuRows, entry: Entry, subject: str) -> Finding:
@@ -27,8 +28,8 @@ MEASURES: dict[str, Measure] = {
     "token-rounding-kernel-speedup": token_rounding,
     "token-rounding-quality": quality,
     "near-dense-bound": near_bound,
-    "training-throughput-7b": step_ratio("7B", "scattermoe", "top_k"),
-    "token-rounding-training-throughput": step_ratio("1.4B", None, "nearest"),
+    "training-throughput-7b": step_ratio("7B", "scattermoe", TOP_K),
+    "token-rounding-training-throughput": step_ratio("1.4B", None, ROUNDED),
     "activation-memory-range": memory_range,
     "io-overlap": io_overlap,
 }

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
+from typing import Any
 
 from harness.claims.model import Finding
 from harness.claims.paper import Entry
 from harness.claims.rows import GpuRows, Line, Number, failure, number_of
 from harness.claims.subjects import SUBJECTS, Measure, Part, measured, sentences, unmeasured
 from harness.errors import UserError
-from harness.token_rounding import TOP_K
+from harness.token_rounding import TOP_K, routing_name
 from harness.training import power
+from harness.training.rows import asked
+
+#: The arm that claims on rounding are about, as the paper rounds; of losses every other one is listed, and says how far
+#: seeds move a difference.
+ROUNDED = "nearest-128"
 
 
-def step_ratio(configuration: str, numerator: str | None, method: str) -> Measure:
-    """The measure of a claim on the time of a baseline's training step over SonicMoE's.
+def step_ratio(configuration: str, numerator: str | None, arm: str) -> Measure:
+    """The measure of a claim on the time of a baseline's training step over SonicMoE's: by the newest row of those
+    with the most layers.
 
     Args:
-        configuration: whose layers and model are meant, with however many layers were trained.
+        configuration: whose layers and model are meant, with however many of them and on however many GPUs, the same
+            of both.
         numerator: the baseline; None: SonicMoE itself, by top-K.
-        method: SonicMoE's routing.
+        arm: SonicMoE's routing (`routing_name`).
     """
 
     def measure(rows: GpuRows, entry: Entry, subject: str) -> Finding:
@@ -32,16 +41,18 @@ def step_ratio(configuration: str, numerator: str | None, method: str) -> Measur
             return (
                 row["record"] == "ratio"
                 and row["operation"] == "training_step"
-                and row["variant"].split(",")[0] == configuration
+                and asked(row["variant"]).configuration == configuration
+                and not row.get("denominator_variant")
                 and (row["numerator"], row["denominator"]) == (other, plugin)
-                and row["routing"]["method"] == "top_k"
-                and (row.get("denominator_routing") or row["routing"])["method"] == method
+                and row["routing"]["method"] == TOP_K
+                and _arm(row.get("denominator_routing") or row["routing"]) == arm
             )
 
-        found = sorted((line for line in rows.every if fits(line)), key=lambda line: line.moment)
+        fitting = (line for line in rows.every if fits(line))
+        found = sorted(fitting, key=lambda line: (asked(line.row["variant"]).layers, line.moment))
         if not found or found[-1].row["status"] != "ok":
-            against = other if method == "top_k" else f"{other}:top_k"
-            routing = "" if method == "top_k" else f" --routing {method}"
+            against = other if arm == TOP_K else f"{other}:{TOP_K}"
+            routing = "" if arm == TOP_K else f" --routing {arm.split('-')[0]}"
             command = f"run: moebench train {configuration} --implementation {plugin}{routing} --against {against}"
             return unmeasured(rows, subject, sentences(command, failure(found)))
         remark = f"a whole training step, {found[-1].row['variant']}"
@@ -50,33 +61,16 @@ def step_ratio(configuration: str, numerator: str | None, method: str) -> Measur
     return measure
 
 
-#: The arm that the claim is about; every other one is listed, and says how far seeds move a difference.
-ROUNDED = "nearest-128"
+def _arm(routing: Mapping[str, Any]) -> str:
+    return routing_name(routing["method"], routing["m_tile"])
 
 
 def quality(rows: GpuRows, entry: Entry, subject: str) -> Finding:
     """Validation perplexity after training with nearest rounding / with top-K, of runs that differ in seed and routing
-    alone: the newest such set. A difference that the seeds cannot tell is not measured."""
+    alone: of the set in which most seeds have both, of several the newest. A difference that the seeds cannot tell is
+    not measured."""
     plugin = SUBJECTS[subject]
-    sets: dict[tuple[str, str], dict[tuple[str, int], Line]] = {}
-    for line in sorted(rows.every, key=lambda line: line.moment):
-        row = line.row
-        if (row["record"], row["operation"], row["status"]) != ("measurement", "training_step", "ok"):
-            continue
-        if row["implementation"] == plugin and not math.isnan(_validation_loss(line)):
-            # Of one arm and seed the newer run counts; what was touched last is the newest set.
-            key = row["variant"], str(row["shape"])
-            runs = sets.pop(key, {})
-            routing = row["routing"]
-            arm = power.arm_name({"routing": routing["method"], "m_tile": routing["m_tile"]})
-            sets[key] = {**runs, (arm, routing["seed"]): line}
-    arms: dict[str, list[Line]] = {}
-    for runs in sets.values():
-        found: dict[str, list[Line]] = {}
-        for (arm, _), line in runs.items():
-            found.setdefault(arm, []).append(line)
-        if {TOP_K, ROUNDED} <= set(found):
-            arms = found
+    arms = _arms(rows, plugin)
     command = f"run: moebench train quality --implementation {plugin} --routing nearest --seed 0, to 3; and by top_k"
     if not arms:
         return unmeasured(rows, subject, command)
@@ -104,6 +98,31 @@ def quality(rows: GpuRows, entry: Entry, subject: str) -> Finding:
     number = Number(math.exp(against.difference), (math.exp(low), math.exp(high)), used)
     remark = f"perplexity with nearest rounding / with top-K, seed by seed: {against.verdict}; {limit}"
     return measured(rows, entry.claim, subject, number, remark, parts)
+
+
+def _arms(rows: GpuRows, plugin: str) -> dict[str, list[Line]]:
+    """Arm -> its runs, of the set that `quality` is judged by; empty where none has both arms."""
+    sets: dict[tuple[str, ...], dict[tuple[str, int], Line]] = {}
+    for line in sorted(rows.every, key=lambda line: line.moment):
+        row = line.row
+        if (row["record"], row["operation"], row["status"]) != ("measurement", "training_step", "ok"):
+            continue
+        if row["implementation"] == plugin and not math.isnan(_validation_loss(line)):
+            # Of one arm and seed the newer run counts; what was touched last is the newest set.
+            corpus = sorted(note for note in row.get("notes") or () if note.startswith("corpus "))
+            key = row["variant"], str(row["shape"]), row["dtype"], *corpus
+            runs = sets.pop(key, {})
+            sets[key] = {**runs, (_arm(row["routing"]), row["routing"]["seed"]): line}
+    arms: dict[str, list[Line]] = {}
+    most = -1
+    for runs in sets.values():
+        found: dict[str, list[Line]] = {}
+        for (arm, _), line in runs.items():
+            found.setdefault(arm, []).append(line)
+        shared = sum((TOP_K, seed) in runs for arm, seed in runs if arm == ROUNDED)
+        if {TOP_K, ROUNDED} <= set(found) and shared >= most:
+            arms, most = found, shared
+    return arms
 
 
 def _validation_loss(line: Line) -> float:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from harness.errors import UserError
 from harness.session import results_folder
+from harness.token_rounding import routing_name
 from harness.training.config import Config, load_config
 from harness.training.processes import environment_rank
 
@@ -87,5 +88,5 @@ def train(
 
 def run_name(config: Config) -> str:
     """Folder of a run's curves and checkpoints: ``7B-20-layers-sonicmoe_triton-top_k-seed-0``."""
-    routing = config.routing if config.routing in ("top_k", "expert_choice") else f"{config.routing}-{config.m_tile}"
+    routing = routing_name(config.routing, config.m_tile)
     return f"{config.name}-{config.layers}-layers-{config.implementation}-{routing}-seed-{config.seed}"

@@ -27,7 +27,8 @@ from harness.profiling import communication_shares, kernels_in_windows, profile,
 from harness.registry import load_registry
 from harness.timing import clock_fields
 from harness.training import checkpoints, rows
-from harness.training.config import Config
+from harness.training import log as curves
+from harness.training.config import Config, difference
 from harness.training.costs import utilisation
 from harness.training.data import Corpus, open_corpus
 from harness.training.experts import point_of
@@ -248,9 +249,13 @@ def train(
                 f"{run_folder} holds a run: continue it with --resume, or name another folder with --folder"
             )
         checkpoints.check_configuration(latest, config)
+    elif _ended_without_checkpoint(run_folder, config, resume):
+        if first:
+            out.print(f"all {config.steps} steps are done already, see {run_folder}", soft_wrap=True)
+        return
     watch_triton()
     with process_group(device, timeout_s, config.shard) as place:
-        base = rows.base_row(config, plugin, place.world, device)
+        base = rows.base_row(config, plugin, place.world, device, losses_only)
         with failures(base, rows_folder, place):
             checkpoints.check_shared(latest, place.device)
             trainer = Trainer(config, plugin, place, losses_only=losses_only)
@@ -287,6 +292,30 @@ def train(
                 out.print(
                     f"{_rates(row, place)}; row in {rows.append(rows_folder, row)}", highlight=False, soft_wrap=True
                 )
+            elif first and line:
+                out.print(f"no row: the first {WARM_UP} steps are warm-up, and none came after them", soft_wrap=True)
+
+
+def _ended_without_checkpoint(run_folder: Path, config: Config, resume: bool) -> bool:
+    """Whether the folder holds the curves of this run, whole. Those of a run that was stopped before its first
+    checkpoint make way with ``resume``.
+
+    Raises:
+        UserError: curves would be lost.
+    """
+    lines = curves.read(run_folder)
+    if lines and not resume:
+        raise UserError(
+            f"{run_folder} holds the curves of a run without a checkpoint: begin it anew with --resume, or name "
+            "another folder with --folder"
+        )
+    saved = curves.read_config(run_folder) if lines else {}
+    if not lines or "validation_loss" not in lines[-1] or lines[-1].get("step") != saved.get("steps"):
+        return False
+    other = difference(saved, config)
+    if other is not None:
+        raise UserError(f"{run_folder} holds the curves of another run: {other}; name another folder with --folder")
+    return True
 
 
 def learning_rate(config: Config, step: int) -> float:

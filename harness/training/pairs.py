@@ -90,6 +90,9 @@ def compare(
         together = Side(plugin.label, config, plugin, place, config)
         if other is not None and rival is not None:
             sides = Side(rival.label, other, rival, place, other), together
+            if other.routing != config.routing:
+                named = (replace(side, name=f"{side.name} by {side.config.routing}") for side in sides)
+                sides = next(named), next(named)
         else:
             sides = _alone(together, timeout_s), replace(together, name=f"{place.world} processes together")
         bases = [rows.base_row(side.config, side.plugin, side.place.world, device) for side in sides]

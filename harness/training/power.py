@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,8 @@ from typing import Any
 
 from scipy import optimize, stats
 
-from harness.errors import UserError
-from harness.token_rounding import ROUNDINGS, TOP_K
+from harness.errors import UserError, refusals
+from harness.token_rounding import TOP_K, routing_name
 from harness.training import log
 
 #: Of the two-sided test: the probability of seeing a difference where none is, and of seeing one that is there.
@@ -103,14 +102,8 @@ def compare(found: Sequence[float], deviation: float, freedom: int) -> Compariso
     return Comparison(difference, ci95, detectable_difference(deviation, len(found), freedom), verdict)
 
 
-def arm_name(config: Mapping[str, Any]) -> str:
-    """A routing, with the tile that it rounds to."""
-    name = str(config["routing"])
-    return f"{name}-{config['m_tile']}" if name in ROUNDINGS else name
-
-
 def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
-    """Arm (see `arm_name`) -> seed -> last validation loss; top-K first, then the arms with most seeds.
+    """Arm (`routing_name`) -> seed -> last validation loss; top-K first, then the arms with most seeds.
 
     Raises:
         UserError: a folder without a run or without a validation, runs that differ in more than routing and seed, or
@@ -124,7 +117,7 @@ def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
             field = next(key for key in same if same[key] != seen.get(key))
             raise UserError(f"{folder}: {field} = {same[field]!r}, {seen.get(field)!r} in the runs before")
         seen = same
-        arms.setdefault(arm_name(config), {})[config["seed"]] = loss
+        arms.setdefault(routing_name(config["routing"], config["m_tile"]), {})[config["seed"]] = loss
     return {arm: arms[arm] for arm in sorted(arms, key=lambda arm: (arm != TOP_K, -len(arms[arm]), arm))}
 
 
@@ -167,8 +160,8 @@ def table(arms: Mapping[str, Mapping[int, float]]) -> list[str]:
             lines[i] += found.verdict
             if found.verdict == "not measured":
                 lines[i] += f" (less than {found.detectable:.4f} cannot be told)"
-    said = f"A seed moves the difference of two arms by {deviation:.4f} nats (standard deviation, {freedom} degrees of "
-    return [*lines, f"{said}freedom)."]
+    degrees = f"{freedom} degree{'s' * (freedom > 1)} of freedom"
+    return [*lines, f"A seed moves the difference of two arms by {deviation:.4f} nats (standard deviation, {degrees})."]
 
 
 def plan(deviation: float, seeds: int) -> str:
@@ -192,9 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--plan", nargs=2, metavar=("DEVIATION", "SEEDS"), help="before any run: what could be told")
     given = parser.parse_args(arguments)
-    if bool(given.runs) == bool(given.plan):
-        parser.error("name the folders of runs, or --plan DEVIATION SEEDS")
-    try:
+    with refusals("power"):
+        if bool(given.runs) == bool(given.plan):
+            raise UserError("name the folders of runs, or --plan DEVIATION SEEDS")
         if given.plan:
             try:
                 deviation, seeds = float(given.plan[0]), int(given.plan[1])
@@ -202,10 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise UserError(f"--plan {' '.join(given.plan)}: a number of nats, and a number of seeds") from error
             print(plan(deviation, seeds))
             return
-        arms = arms_of(given.runs)
-        print("\n".join(table(arms)))
-    except UserError as error:
-        sys.exit(f"power: {error}")
+        print("\n".join(table(arms_of(given.runs))))
 
 
 if __name__ == "__main__":

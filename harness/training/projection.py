@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from harness import store
-from harness.errors import UserError
+from harness.errors import UserError, refusals
 from harness.gpus import rates_of
 from harness.training import costs
 from harness.training import rows as rows_module
@@ -166,7 +165,7 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
     seconds = {layers: statistics.median(its) for layers, its in found.items()}
     # A block's forward is a third of its FLOPs, a quarter where the backward computes it again.
     forward = 1 / 4 if config.recompute else 1 / 3
-    batch = f"and {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    batch = f"and {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     beyond = "" if config.layers in seconds else f", carried on to {config.layers} by the time of one layer"
     if len(seconds) > 1:
         slope, rest = np.polyfit(list(seconds), list(seconds.values()), 1)
@@ -265,10 +264,10 @@ def project(config: Config, compute: Compute, gpus: int, gpu: str, links: Links 
     )
 
 
-def cells(its: Projection) -> tuple[tuple[float | None, str], ...]:
-    """A line under `COLUMNS`: numbers, and what they read."""
+def cells(its: Projection, configuration: str) -> tuple[tuple[float | None, str], ...]:
+    """A line under `COLUMNS`: numbers, and what they read. The paper's are of its 7B."""
     billions, (low, high) = its.tokens_per_day / 1e9, (bound / 1e9 for bound in its.bounds)
-    who, paper = PAPER.get(its.gpus, ("", None))
+    who, paper = PAPER.get(its.gpus, ("", None)) if configuration == "7B" else ("", None)
     return (
         (its.gpus, str(its.gpus)),
         (its.over, "all" if its.over == its.gpus else str(its.over)),
@@ -291,7 +290,7 @@ def shardings(
         UserError: as `project`.
     """
     return [
-        cells(project(replace(config, shard=over), compute, number, gpu, links))
+        cells(project(replace(config, shard=over), compute, number, gpu, links), config.name)
         for number in gpus
         for over in ([shard, 0] if 0 < shard < number else [0])
     ]
@@ -334,10 +333,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shard", type=int, default=Links.gpus, help="hybrid sharding's; 0: over all GPUs alone")
     parser.add_argument("--efficiency", type=float, default=Links.efficiency)
     given = parser.parse_args(arguments)
-    links = Links(efficiency=given.efficiency)
-    texts: list[Sequence[str]] = [("recomputing", *COLUMNS)]
-    notes: list[str] = []
-    try:
+    with refusals("projection"):
+        if min(given.gpus) < 1:
+            raise UserError(f"--gpus {min(given.gpus)}: must be at least 1")
+        if given.shard < 0:
+            raise UserError(f"--shard {given.shard}: must be at least 0")
+        if not 0 < given.efficiency <= 1:
+            raise UserError(f"--efficiency {given.efficiency:g}: must be greater than 0 and at most 1")
+        links = Links(efficiency=given.efficiency)
+        texts: list[Sequence[str]] = [("recomputing", *COLUMNS)]
+        notes: list[str] = []
         rows = store.latest(store.read(given.rows)[0])
         for config, found in projectable(rows, given.configuration, given.implementation):
             gpu, word = found[0]["environment"]["gpu"], "yes" if config.recompute else "no"
@@ -352,8 +357,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for line in texts:
             print("   ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
         print("\n".join([*notes, *assumptions(config, links)]))
-    except UserError as error:
-        sys.exit(f"projection: {error}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from harness.training.costs import utilisation
 
 FILE = "training.jsonl"
 OPERATION = "training_step"
+#: How steps are timed: one after the other.
+SUSTAINED = "sustained"
 
 
 def variant(config: Config, world: int) -> str:
@@ -62,8 +64,11 @@ def asked(text: str) -> Asked:
     return Asked(name, numbers["layers"], numbers["process"], shard, ", ".join(rest))
 
 
-def base_row(config: Config, plugin: Implementation, world: int, device: str) -> dict[str, Any]:
-    """Everything but what came of it. ``shape.T`` is the tokens of a micro-batch on one process."""
+def base_row(
+    config: Config, plugin: Implementation, world: int, device: str, losses_only: bool = False
+) -> dict[str, Any]:
+    """Everything but what came of it. ``shape.T`` is the tokens of a micro-batch on one process. A run that keeps no
+    times has no ``mode``: what became of it takes the place of no timed step, nor does a timed one's failure of it."""
     machine = environment(device, plugin.distributions)
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     code = code_hash(plugin) + hashlib.sha256(sources).hexdigest()
@@ -87,6 +92,7 @@ def base_row(config: Config, plugin: Implementation, world: int, device: str) ->
         "resume_key": key,
         "measured_on": device,
         "environment": machine,
+        **({} if losses_only else {"mode": SUSTAINED}),
     }
 
 
@@ -116,11 +122,12 @@ def measured_row(
     """
     machine = dict(base["environment"])
     row = {**base, "timestamp": utc_now(), "status": "ok", "reason": "", "notes": list(notes)}
+    row.pop("mode", None)
     tokens_per_s = None
     if step_ms is None:
         row["notes"].append("no times: the GPU was shared with other runs")
     else:
-        times = {**summarise(step_ms), "mode": "sustained"}
+        times = {**summarise(step_ms), "mode": SUSTAINED}
         tokens_per_s = config.step_tokens / times["median"] * 1e3
         row["latency_ms"] = times
     training: dict[str, Any] = {
