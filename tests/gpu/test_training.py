@@ -16,7 +16,7 @@ from training_runs import train_together
 from harness import store
 from harness.errors import UserError
 from harness.registry import default_registry
-from harness.training import log, loop
+from harness.training import log, loop, model
 from harness.training.config import Config, load_config
 from harness.training.experts import point_of
 
@@ -119,3 +119,18 @@ def test_efficiency_of_two_processes(tmp_path: Path) -> None:
     assert (ratio["variant"], ratio["denominator_variant"]) == (alone["variant"], together["variant"])
     # At this size a step is all launches and waiting, so the efficiency says little; more than twice 1 is wrong.
     assert 0 < ratio["ci95"][0] <= ratio["value"] <= ratio["ci95"][1] and ratio["value"] < 2
+
+
+def test_rotation_in_one_kernel_is_the_same() -> None:
+    config = small()
+    width = config.d // config.heads
+    table = model.rotary_table(config.sequence, width, config.rotary_base, torch.device("cuda"))
+    joint = torch.randn(2, config.sequence, 3, config.heads, width, device="cuda", dtype=torch.bfloat16)
+    x = joint.permute(2, 0, 3, 1, 4)[1].requires_grad_()  # strided as the attention's are
+    grad = torch.randn_like(x)
+    found, expected = model.fused_rotate()(x, table), model.rotate(x, table)
+    # Contracted multiplications and additions round once less.
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, x, grad)[0], torch.autograd.grad(expected, x, grad)[0], rtol=2**-7, atol=2**-7
+    )
