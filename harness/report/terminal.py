@@ -24,8 +24,6 @@ MOST = 12
 MOST_POINTS = 40
 #: Characters that a column of claims needs to be read.
 NARROW = 18
-#: Characters that a table of training steps needs to be read.
-WIDE = 140
 
 
 def render(out: Console, report: Report) -> None:
@@ -64,7 +62,8 @@ def _list(out: Console, title: str, lines: Sequence[str], style: str) -> None:
 
 
 def _table(out: Console, title: str, columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> None:
-    table = RichTable(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    heading = Text(title, style="bold") if title else None
+    table = RichTable(title=heading, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name, kind in columns:
         table.add_column(Text(name), justify="right" if kind == "number" else "left", overflow="fold")
     for row in rows:
@@ -144,23 +143,21 @@ def _layers(out: Console, report: Report) -> None:
 
 def _training(out: Console, report: Report) -> None:
     """Rates, ratios and projection of training steps; reasons, places and dates are in the other forms."""
-    for name, left_out in training.TERMINAL.items():
+    for name, (_, titles) in training.TERMINAL.items():
         table = report.table(name)
         if table is None or not table.rows:
             continue
-        kept = [index for index, column in enumerate(table.columns) if column.title not in left_out]
-        columns = [(table.columns[index].title, table.columns[index].kind) for index in kept]
-        rows = [row for row in table.rows if not training.losses_alone(table, row)]
-        lines = [[cell_text(row[index]) for index in kept] for row in rows[:MOST_POINTS]]
-        if out.width >= WIDE:
-            _table(out, table.title, columns, lines)
-        else:
-            out.print(Text(table.title, style="bold"))
-            for cells in lines:
-                parts = zip(columns, cells, strict=True)
-                _line(out, "; ".join(f"{title}: {cell}" for (title, _), cell in parts if cell not in ("", NONE)), 2)
-        if len(table.rows) > len(lines):
-            _line(out, f"… {len(table.rows) - len(lines)} more in the other forms", 2)
+        kinds = {column.title: column.kind for column in table.columns}
+        rows = [row for row in table.rows if not training.losses_alone(table, row)][:MOST_POINTS]
+        out.print(Text(table.title, style="bold"))
+        for above, lines in training.grouped(table, rows).items():
+            _line(out, above, 2)
+            # What is "ok" in every line needs no column.
+            shown = [i for i, title in enumerate(titles) if title != "status" or {line[i] for line in lines} != {"ok"}]
+            columns = [(titles[i], kinds.get(titles[i], "text")) for i in shown]
+            _table(out, "", columns, [[line[i] for i in shown] for line in lines])
+        if len(table.rows) > len(rows):
+            _line(out, f"… {len(table.rows) - len(rows)} more in the other forms", 2)
         if name == training.PROJECTION:
             _line(out, table.about, 2)
 

@@ -17,11 +17,27 @@ from harness.training.rows import OPERATION, asked
 
 #: Anchors of the tables.
 NAME, RATIOS, PROJECTION = "training", "training-ratios", "training-projection"
-#: Columns that a terminal has no room for.
+#: On a terminal: columns that many lines share and that stand above them, and those of each line.
 TERMINAL = {
-    NAME: ("communication (exposed)", "seed", "validation loss", "date (UTC)", "reason", "row"),
-    RATIOS: ("rounds", "date (UTC)", "reason", "row"),
-    PROJECTION: ("state GiB", "sequences a step"),
+    NAME: (
+        ("GPU", "configuration", "layers", "a step", "GPUs"),
+        ("implementation", "routing", "B/day a GPU", "MFU", "peak GiB", "status"),
+    ),
+    RATIOS: (
+        ("GPU", "configuration", "layers", "a step", "GPUs"),
+        ("numerator / denominator", "routing", "ratio", "paper, H100", "status"),
+    ),
+    PROJECTION: (
+        ("GPU", "implementation", "recomputing", "computation from"),
+        ("GPUs", "sharded over", "B tokens/day", "nothing hidden – all hidden", "paper, H100", "exposed"),
+    ),
+}
+#: Of a column above the lines whose cell does not speak for itself, what it reads.
+_SAID = {
+    "layers": "{} layers",
+    "GPUs": "GPUs: {}",
+    "recomputing": "recomputing: {}",
+    "computation from": "computation from {}",
 }
 #: Whose steps are projected to many GPUs: those of the paper's runs, and ours.
 PROJECTED = ("sonicmoe_triton", "sonicmoe_official", "scattermoe")
@@ -116,6 +132,18 @@ def rates(measured: Sequence[Stored]) -> Table:
          Column("date (UTC)"), Column("reason", wide=True), Column("row", "place")),
         tuple(lines), "No training steps by themselves.",
     )  # fmt: skip
+
+
+def grouped(table: Table, rows: Sequence[Sequence[Cell]]) -> dict[str, list[list[str]]]:
+    """Lines of a table as a terminal has them: what several share, and their other cells (see `TERMINAL`)."""
+    above, each = TERMINAL[table.name]
+    found: dict[str, list[list[str]]] = {}
+    for row in rows:
+        cells = dict(zip((column.title for column in table.columns), map(tables.cell_text, row), strict=True))
+        cells["numerator / denominator"] = f"{cells.get('numerator')} / {cells.get('denominator')}"
+        parts = [_SAID.get(title, "{}").format(cells[title]) for title in above if cells[title] not in ("", NONE)]
+        found.setdefault(", ".join(parts), []).append([cells[title] for title in each])
+    return found
 
 
 def losses_alone(table: Table, row: Sequence[Cell]) -> bool:
