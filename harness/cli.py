@@ -65,11 +65,15 @@ RowsFolder = Annotated[
 ]
 
 
+#: Columns of short cells, which are never broken; others give way on a narrow terminal.
+_WHOLE = ("operation", "installed")
+
+
 def _table(title: str, *columns: str) -> Table:
-    """A table whose first column, the name, is never cut."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    """A table whose first column, the name, is never broken either."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, no_wrap=index == 0, overflow="fold")
+        table.add_column(column, no_wrap=index == 0 or column in _WHOLE, overflow="fold")
     return table
 
 
@@ -79,23 +83,25 @@ def _operations_of(plugin: Implementation) -> str:
 
     others = [operation for operation in plugin.operations if operation not in KERNELS]
     kernels = [operation for operation in plugin.operations if operation in KERNELS]
-    return "\n".join([*others, *(kernels if len(kernels) < 3 else [f"{len(kernels)} kernels"])])
+    return "\n".join([*others, *(kernels if len(kernels) < 2 else [f"{len(kernels)} kernels"])])
 
 
 @app.command("list")
 def list_() -> None:
     """List implementations, operations and sweeps."""
+    from harness.interface import SHORT_DTYPES
     from harness.operations import OPERATIONS
     from harness.registry import installed_reason, load_registry
     from harness.sweep import load_sweep, sweep_names
 
     registry = load_registry()
-    table = _table("Implementations", "name", "label", "operation", "devices", "dtypes", "installed")
+    table = _table("Implementations", "name", "operation", "devices", "dtypes", "installed")
     for plugin in registry.all():
         installed = "no" if installed_reason(plugin) else "yes"
-        dtypes = " ".join({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[d] for d in plugin.dtypes)
+        dtypes = " ".join(SHORT_DTYPES[dtype] for dtype in plugin.dtypes)
         cells = (_operations_of(plugin), " ".join(plugin.devices), dtypes)
-        table.add_row(plugin.name, plugin.label, *cells, installed)
+        # Two columns, the name as figures have it included, would leave a narrow terminal too little for whole words.
+        table.add_row(f"{escape(plugin.name)}\n[dim]  {escape(plugin.label)}[/]", *cells, installed)
     out.print(table)
     for broken in registry.broken:
         out.print(f"broken: {escape(broken.name)}: {escape(broken.reason)}")

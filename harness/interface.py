@@ -23,6 +23,8 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+#: As tables have room for.
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DISTRIBUTIONS = ("uniform", "skewed", "one_group", "empty_experts")
 ROUTER_CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
 #: Operations on single kernels.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,7 +16,7 @@ from rich.table import Table
 from harness import store
 from harness.environment import environment, gpu_name
 from harness.errors import UserError, one_line
-from harness.interface import Point
+from harness.interface import SHORT_DTYPES, Point
 from harness.operations import get_operation
 from harness.record import MODES, gpu_slug
 from harness.registry import ROOT, Registry, load_registry
@@ -248,18 +249,29 @@ def _planned(work: Work) -> str:
 
 
 def _print_plan(out: Console, sweep: Sweep, runner: Runner) -> None:
-    table = Table(title=f"{sweep.name}: {sweep.description}", title_justify="left")
-    for column in ("kind", "implementation", "shape", "dtype", "routing", "rows", "estimate"):
-        table.add_column(column, overflow="fold")
+    """The jobs, a line each; what is the same for all of them stands once."""
+    titles = ("kind", "implementation", "shape", "dtype", "routing", "rows", "time")
+    lines = []
     for job in runner.jobs:
         work = job.work
-        estimate = job.refusal[0] if job.refusal else f"{job.seconds:.0f} s"
+        what = f"{_planned(work)} ({job.refusal[0]})" if job.refusal else _planned(work)
+        estimate = "–" if job.refusal else f"{job.seconds:.0f} s"
         routing = work.point.routing.distribution
         if work.point.routing.method != "top_k":
             routing = f"{work.point.routing.method}, {routing}"
-        table.add_row(
-            work.kind, _planned(work), str(work.point.shape), work.point.dtype, routing, str(len(job.bases)), estimate
-        )
+        dtype, passes = SHORT_DTYPES[work.point.dtype], str(len(job.bases))
+        lines.append((work.kind, what, str(work.point.shape), dtype, routing, passes, estimate))
+    shared = [i for i in (0, 3, 4) if len({line[i] for line in lines}) == 1]
+    out.print(f"{sweep.name}: {escape(sweep.description)}", highlight=False)
+    if shared:
+        out.print(f"all: {', '.join(f'{titles[i]} {lines[0][i]}' for i in shared)}", highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if out.width >= 100 else 0)
+    shown = [i for i in range(len(titles)) if i not in shared]
+    for i in shown:
+        # Where room lacks, the implementations' names are broken, between words.
+        table.add_column(titles[i], overflow="fold", no_wrap=i != 1, justify="right" if i > 4 else "left")
+    for line in lines:
+        table.add_row(*(escape(line[i]) for i in shown))
     out.print(table)
     seconds = sum(job.seconds for job in runner.jobs)
     skipped = f", {runner.summary.skipped} rows there already" if runner.summary.skipped else ""

@@ -206,9 +206,9 @@ def command_line(
     """The command line in this process, with the fake plugins: (exit code, standard output, standard error)."""
     from harness import cli
 
-    def run(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments: object, width: int = 200) -> tuple[int, str, str]:
         monkeypatch.setenv("MOEBENCH_PLUGINS", str(FAKE_PLUGINS))
-        monkeypatch.setattr(cli, "out", Console(width=200))
+        monkeypatch.setattr(cli, "out", Console(width=width))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         monkeypatch.setattr(sys, "argv", ["moebench", *map(str, arguments)])
         capsys.readouterr()

@@ -132,6 +132,16 @@ def test_list(command_line: Run) -> None:
     assert re.search(r"fake_missing_package .* no ", out)
 
 
+def test_names_are_whole_on_a_narrow_terminal(command_line: Run, tmp_path: Path) -> None:
+    _, listed, _ = command_line("list", width=80)
+    _, planned, _ = command_line("run", "smoke", "--dry-run", "--output", tmp_path, width=80)
+    for part in ("sonicmoe_official", "SonicMoE algorithm (PyTorch)", "routed_experts", "down_aggregation"):
+        assert part in listed, listed
+    for part in ("implementation", "torch_grouped_mm", "(gemm_glue)", "24576,1536,256,128,8", "empty_experts", "time"):
+        assert part in planned, planned
+    assert max(map(len, [*listed.splitlines(), *planned.splitlines()])) <= 80
+
+
 def test_doctor(command_line: Run) -> None:
     code, out, _ = command_line("doctor")
     assert code == 0
