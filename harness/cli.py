@@ -275,7 +275,7 @@ def regress(
 
 @app.command()
 def train(
-    configuration: Annotated[str, typer.Argument(help="tiny, quality, 1.4B, 7B, or a TOML file.")],
+    configuration: Annotated[str, typer.Argument(help="tiny, quality, 1.4B, 7B, ..., or a TOML file.")],
     implementation: Annotated[str | None, typer.Option(help="Of the MoE layers; see moebench list.")] = None,
     routing: Annotated[str | None, typer.Option(help="top_k, nearest, expert_choice, ...; validation: top_k.")] = None,
     m_tile: Annotated[int | None, typer.Option(help="A token rounding's tile.")] = None,

@@ -26,7 +26,6 @@ from harness.interface import ROUTER_CONVENTIONS
 ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")
 TOP_K = "top_k"
 METHODS = (TOP_K, *ROUNDINGS, "expert_choice", "token_drop")
-
 ADDED_WEIGHTS = ("renormalised", "raw")
 #: Largest tile: multiples of it must fit into the 64 bits of the counts.
 MOST_M_TILE = 2**31 - 1

@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.token_rounding import TOP_K
+from harness.training.config import load_config
 from harness.training.rows import OPERATION, asked
 from plots import ablations, kernels, open_models
 from plots import rows as table
@@ -361,7 +362,8 @@ def _training(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     )
     labels = dict(zip(rows["implementation"], rows["label"], strict=True)) | {OFFICIAL: "SonicMoE"}
     steps = {variant: asked(variant) for variant in of_steps["variant"]}
-    for configuration, layers in (("7B", 43), ("1.4B", 17)):
+    for configuration in ("7B", "1.4B"):
+        layers = load_config(configuration).layers
         whole = [
             variant
             for variant, its in steps.items()

@@ -44,7 +44,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 @functools.cache
 def fused_rotate() -> Callable[[Tensor, Tensor], Tensor]:
-    """`rotate` compiled into one kernel. Written out, its float32 intermediates move ten times the bytes."""
+    """`rotate` compiled into one kernel: in bfloat16 it moves 4 bytes an element, written out 48, in nine kernels with
+    float32 between them."""
     return torch.compile(rotate, dynamic=False)
 
 
