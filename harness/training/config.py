@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from harness.documents import load_toml
 from harness.errors import UserError
 from harness.interface import DTYPES
 from harness.registry import choices
@@ -161,10 +161,7 @@ def load_config(given: str, changes: Mapping[str, Any] | None = None) -> Config:
     path = CONFIGURATIONS / f"{given}.toml" if given in configuration_names() else Path(given)
     if path.suffix != ".toml" or not path.is_file():
         raise UserError(f"configuration {given!r}: {choices(given, configuration_names())}, or name a TOML file")
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as TOML: {error}") from error
+    content = load_toml(path)
     known = {field.name for field in fields(Config)} - {"name"}
     values: dict[str, Any] = {}
     for title, table in content.items():
