@@ -14,11 +14,14 @@ import pytest
 import training_rows
 from scipy import stats
 
+from harness import store
 from harness.errors import UserError
 from harness.registry import ROOT, default_registry
+from harness.token_rounding import routing_name
 from harness.training import costs, log, power, projection, rows
-from harness.training.config import load_config
+from harness.training.config import CONFIGURATIONS, load_config
 from harness.training.projection import OPTIMISER_BYTES, Compute, Links, compute_of, project
+from harness.training.rows import asked
 
 SEVEN = load_config("7B")
 GPU = "NVIDIA H200"
@@ -354,3 +357,22 @@ def test_runs_that_are_not_alike(tmp_path: Path, capsys: pytest.CaptureFixture[s
             power.arms_of([first, other])
     (first / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0}))
     assert "has no validation loss yet" in refused([str(first)], capsys)
+
+
+def test_the_plan_for_quality_rests_on_committed_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `quality.toml` says of its pilot, and of what it can tell."""
+    said = " ".join((CONFIGURATIONS / "quality.toml").read_text(encoding="utf-8").replace("#", " ").split())
+    losses: dict[str, dict[int, float]] = {}
+    for row in store.read(ROOT / "results" / "cpu" / "training.jsonl")[0]:
+        if asked(row["variant"]).configuration == "quality-pilot":
+            routing = row["routing"]
+            arm = losses.setdefault(routing_name(routing["method"], routing["m_tile"]), {})
+            arm[routing["seed"]] = row["training"]["validation_loss"]
+    assert set(losses) == {"top_k", "nearest-128"}
+    deviation, freedom = power.pooled_deviation([power.differences(losses["nearest-128"], losses["top_k"])])
+    assert freedom == 5 and f"of both by {deviation:.3f} nats" in said
+    arms, one, more = (power.detectable_difference(0.014, *sizes) for sizes in ((4, 3), (1, 3), (8, 7)))
+    for part in (f"difference of {arms:.3f} nats", f"one seed {one:.3f}", f"8 seeds would find {more:.3f}"):
+        assert part in said
+    power.main(["--plan", "0.014", "4"])
+    assert f"{arms:.4f} nats" in capsys.readouterr().out
