@@ -87,9 +87,6 @@ CANDIDATES: dict[str, list[Candidate]] = {
 AGGREGATIONS: list[Candidate] = [
     DEFAULT,
     *({"warps": warps, "rows": rows} for warps in (4, 8) for rows in (1, 2, 4, 8)),
-    # Launches that repeat on the same rows flatter these: to be taken only where a whole layer is faster with them.
-    {"hint": ""},
-    *({"warps": 8, "rows": rows, "hint": ""} for rows in (4, 8)),
 ]
 Launch = Callable[[Candidate], Sequence[Tensor]]
 
