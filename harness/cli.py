@@ -185,7 +185,7 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Skip rows that are there already.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points with a time estimate.")] = False,
     output: RowsFolder = None,
-    mode: Annotated[str, typer.Option(help="burst or sustained; default: the sweep's.")] = "",
+    mode: Annotated[str, typer.Option(help="burst, sustained or paced; default: the sweep's.")] = "",
     gpus: Annotated[
         str, typer.Option(help="all, or such as 0,1: one worker for each of these GPUs; default: the first GPU.")
     ] = "",

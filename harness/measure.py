@@ -344,6 +344,7 @@ def measure_point(
         row: Row = {**bases[pass_], **common, "timestamp": utc_now(), "status": "ok", "reason": ""}
         context.samples[pass_] = host.of(pass_)
         latency = {**summarise(context.samples[pass_]), "mode": settings.mode}
+        row.pop("mode", None)  # latency_ms has it
         row["latency_ms"] = latency
         if memory:
             row["memory_bytes"] = {key: size for key, size in memory.items() if key != "left"}
@@ -565,6 +566,8 @@ def measure_ratio(
         for index in range(2):
             calls[0](index)
             calls[1](index)
+        if context.settings.mode == "sustained":
+            heat(lambda index: calls[index % 2](index), context.settings.heat_s)
         pairs = interleaved(calls[0], calls[1], context.settings, observe=observe)
         basis = "graph"
     else:

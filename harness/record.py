@@ -30,7 +30,7 @@ STATUSES = (
 #: Only these statuses may carry performance numbers.
 MEASURED_STATUSES = ("ok", "unstable")
 PASSES = ("forward", "backward", "forward_backward")
-MODES = ("burst", "sustained")
+MODES = ("burst", "sustained", "paced")
 MEASURED_ON = ("cuda", "cpu", "fake")
 TIME_KINDS = ("device", "host")
 #: Where a device time comes from: replay of a CUDA graph, or the union of the kernels' busy intervals.

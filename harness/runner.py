@@ -202,6 +202,9 @@ class Runner:
         known = [self.registry.get(name) if name in self.registry else None for name in names]
         base: dict[str, Any] = {"schema": SCHEMA_VERSION, "run_id": self.run_id, "sweep": self.sweep}
         labels = [i.label if i else n for i, n in zip(known, names, strict=True)] or [accounts.LABEL]
+        if work.kind in ("point", "ratio") and self.settings.mode != "burst":
+            # How it is to be timed, also where there will be no time.
+            base["mode"] = self.settings.mode
         if work.kind == "ratio":
             base |= {
                 "record": "ratio",

@@ -16,7 +16,7 @@ The format, every key optional unless marked (*)::
     device = "cuda"                  # or "cpu"
     m_tile = 128                     # the M tile for padding accounts
     passes = ["forward", "backward", "forward_backward"]
-    mode = "burst"                   # or "sustained"
+    mode = "burst"                   # or "sustained", "paced"
     time_limit_s = 600               # a job that takes longer is ended (status timeout)
     min_samples = 10                 # the next four: when sampling ends; default: the timer's own
     max_samples = 50
@@ -121,7 +121,7 @@ class SweepOptions:
 
     Attributes:
         passes: which rows each point gets.
-        mode: ``burst`` or ``sustained``.
+        mode: ``burst``, ``sustained`` or ``paced``; see `harness.timing.TimingSettings`.
         time_limit_s: a job that takes longer is ended.
         min_samples, max_samples, target_width, sampling_s: when sampling ends; None: the timer's default.
     """

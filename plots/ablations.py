@@ -116,7 +116,7 @@ def _chosen(rows: pd.DataFrame) -> pd.DataFrame:
             & (rows["measured_on"] == "cuda")
             & rows["dtype"].isin(["bfloat16", ""])
             & rows["distribution"].isin(["uniform", ""])
-            & (rows["mode"] != "sustained")
+            & (rows["mode"] == "burst")
         ]
     )
 

@@ -94,7 +94,7 @@ def fastest_other(rows: pd.DataFrame, panel: Panel, shape: str) -> float:
             & (rows["measured_on"] == "cuda")
             & rows["dtype"].isin(["bfloat16", ""])
             & rows["distribution"].isin(["uniform", ""])
-            & (rows["mode"] != "sustained")
+            & (rows["mode"] == "burst")
         ]
     )
     latest = found.drop_duplicates("numerator", keep="last")

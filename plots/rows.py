@@ -279,7 +279,7 @@ def _as_the_paper(rows: pd.DataFrame, sweep: str) -> pd.DataFrame:
         & rows["method"].isin(["top_k", ""])
         & rows["distribution"].isin(["uniform", ""])
         & rows["convention"].isin(["topk_softmax", ""])
-        & (rows["mode"] != "sustained")
+        & (rows["mode"] == "burst")
     ]
     order = by_precedence(chosen)
     return order.iloc[(order["sweep"] == sweep).argsort(kind="stable")]

@@ -50,13 +50,14 @@ class FakeGpu:
     Attributes:
         slower: factor on a point's time; ``ratios``: on its ratio over the bound. Of a list, the first is for the first
             measurement, and so on; the last one stays.
+        mode: how the sweep's points are timed, as its rows say it.
         failing, bad_ratios: status and reason in place of numbers (with them, where it is unstable).
         missing: points for which no row is written.
         width: half the intervals' width, relative.
     """
 
     slower: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
-    ratios: dict[tuple[str, str], float] = field(default_factory=dict)
+    ratios: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
     failing: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     bad_ratios: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     missing: set[tuple[str, str]] = field(default_factory=set)
@@ -67,12 +68,14 @@ class FakeGpu:
     commits: dict[tuple[str, str], str] = field(default_factory=dict)
     extra_kernels: list[dict[str, Any]] = field(default_factory=list)
     asked: list[Sweep] = field(default_factory=list)
+    mode: str = "burst"
 
     def run_sweep(
         self, out: Console, sweep: Sweep, registry: Any, path: Path, resume: bool, dry_run: bool, mode: str = ""
     ) -> int:
         assert not resume and not dry_run
         self.asked.append(sweep)
+        self.mode = sweep.options.mode
         for point in sweep.points:
             for pass_ in sweep.options.passes:
                 self.measure(path, point, pass_)
@@ -87,7 +90,15 @@ class FakeGpu:
             **point_fields(point), "schema": 1, "run_id": "x", "sweep": "ci", "pass": pass_, "measured_on": "cuda",
             "timestamp": "2026-11-30T12:00:00+00:00",
             "environment": machine(**{"commit": commit, **self.environment}),
+            **({} if self.mode == "burst" else {"mode": self.mode}),
         }  # fmt: skip
+
+    @staticmethod
+    def factor(factors: dict[tuple[str, str], float | list[float]], place: tuple[str, str]) -> float:
+        found = factors.get(place, 1.0)
+        if isinstance(found, list):
+            return found.pop(0) if len(found) > 1 else found[0]
+        return found
 
     def numbers(self, centre: str, value: float) -> dict[str, Any]:
         ends = [value * (1 - self.width), value * (1 + self.width)]
@@ -97,9 +108,7 @@ class FakeGpu:
         place = (str(point.shape), pass_)
         if place in self.missing:
             return
-        factor = self.slower.get(place, 1.0)
-        if isinstance(factor, list):
-            factor = factor.pop(0) if len(factor) > 1 else factor[0]
+        factor = self.factor(self.slower, place)
         status, reason = self.failing.get(place, ("ok", ""))
         row = {
             **self.common(point, pass_),
@@ -110,7 +119,8 @@ class FakeGpu:
         }
         if status in ("ok", "unstable"):
             row["device_ms"] = {**self.numbers("median", factor * (1 + point.shape.n / 1000)), "basis": self.basis}
-            row["latency_ms"] = {**self.numbers("median", 3.0), "mode": "burst"}
+            row.pop("mode", None)
+            row["latency_ms"] = {**self.numbers("median", 3.0), "mode": self.mode}
             row["kernels"] = kernels(pass_, factor) + self.extra_kernels
         append(path, row)
 
@@ -123,7 +133,7 @@ class FakeGpu:
         if ratio.bound:
             row["denominator_variant"] = ratio.bound
         if status in ("ok", "unstable"):
-            value = self.itself if ratio.is_a_a else 1.2 * self.ratios.get(place, 1.0)
+            value = self.itself if ratio.is_a_a else 1.2 * self.factor(self.ratios, place)
             row |= {**self.numbers("value", value), "basis": self.basis}
         append(path, row)
 

@@ -562,6 +562,7 @@ def test_other_conditions_do_not_count(tmp_path: Path, seed: dict[str, Row]) -> 
         changed(ratio_, routing={"distribution": "skewed"}),
         changed(ratio_, layer={"router_convention": "softmax_topk"}),
         changed(ratio_, mode="sustained"),
+        changed(ratio_, mode="paced"),
         changed(ratio_, measured_on="cpu", environment={"gpu": None, "measured_on": "cpu"}),
         failed(seed["memory"], "crashed"),
     ]

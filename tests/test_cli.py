@@ -62,7 +62,7 @@ def assert_refused(answer: tuple[int, str, str], *parts: str) -> None:
         (("run", "smoke", "--shape", "1,2"), ("expected five whole numbers",)),
         (("run", "smoke", "--shape", "64,64,32,4,8"), ("K=8 experts per token exceed E=4",)),
         (("run", "smoke", "--shape", "7,64,32,8,2"), ("--shape 7,64,32,8,2: not in sweep smoke",)),
-        (("run", "smoke", "--mode", "warm"), ("--mode warm", "burst, sustained")),
+        (("run", "smoke", "--mode", "warm"), ("--mode warm", "burst, sustained, paced")),
         (("run", "smoke", "sparsty"), ("sparsty", "did you mean sparsity?")),
         (("plot", "--results", "/no/such/folder"), ("--results /no/such/folder: no such folder",)),
         (("plot", "--figure", "zebra"), ("unknown figure 'zebra'",)),

@@ -268,6 +268,7 @@ def test_rows_of_another_kind_do_not_stand_for_the_papers_layers() -> None:
         synthetic(operation="grouped_gemm"),
         synthetic(measured_on="cpu"),
         synthetic(latency_ms={"median": 1.0, "mode": "sustained"}),
+        synthetic(latency_ms={"median": 1.0, "mode": "paced"}),
         ratio("scattermoe", "sonicmoe_official", table.HEADLINE_SHAPE, 2.0),
     ]
     assert table.layers(table.latest(table.frame(others))).empty

@@ -305,6 +305,7 @@ def test_which_ratio_rows_count() -> None:
         ratio(16) | {"denominator_routing": None},  # a method against itself
         ratio(16, dtype="float16"),
         ratio(16, mode="sustained"),
+        ratio(16, mode="paced"),
     ]
     assert series.comparisons(table.latest(table.frame(others))).empty
     assert len(series.comparisons(table.latest(table.frame([*others, ratio(16)])))) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import RightLayer, problem_of
 
-from harness import measure
+from harness import measure, timing
 from harness.correctness import forward_backward
 from harness.interface import Layer, Problem
 from harness.measure import Built, Context, _graph_samples, _instability, _named
@@ -25,6 +25,8 @@ from harness.profiling import (
 )
 from harness.statistics import ratio_interval
 from harness.timing import (
+    FIRST_REST_S,
+    REST,
     CpuCalls,
     Sample,
     Samples,
@@ -32,6 +34,7 @@ from harness.timing import (
     clock_drift,
     clock_fields,
     interleaved,
+    paced,
     pair_order,
     sample_until,
 )
@@ -242,6 +245,43 @@ def test_an_endless_slowdown_ends_at_the_time_limit_with_samples() -> None:
     samples = sample_until(lambda index: (1.0 + index % 5, 1.0), settings(time_limit_s=0.0), monitor)
     assert len(samples.forward) == 6 and samples.slowed and samples.stop_criterion == "time_limit"
     assert "slowed" in _instability(0, [samples]) and not _instability(0, [Samples([1.0], [1.0])])
+
+
+class Hourglass:
+    """Time that passes where a call takes it or somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def take(self, index: int) -> Sample:
+        self.now += 0.001 * (index + 1)
+        return float(index), 1.0
+
+
+def test_a_paced_call_rests_as_long_as_the_last_one_asks_for() -> None:
+    glass = Hourglass()
+    take = paced(glass.take, settings(mode="paced"), lambda: glass.now, glass.sleep)
+    assert [take(index) for index in range(4)] == [(float(index), 1.0) for index in range(4)]
+    assert glass.slept == pytest.approx([FIRST_REST_S, REST * 0.001, REST * 0.002, REST * 0.003])
+    for mode in ("burst", "sustained"):
+        assert paced(glass.take, settings(mode=mode)) == glass.take
+
+
+def test_samples_and_pairs_are_paced_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    glass = Hourglass()
+    monkeypatch.setattr(timing.time, "sleep", glass.sleep)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: glass.now)
+    for mode, rests in (("burst", 0), ("paced", 6)):
+        glass.slept = []
+        samples = sample_until(lambda index: glass.take(index)[::-1], settings(mode=mode, max_samples=6), None)
+        assert len(samples.forward) == 6 and len(glass.slept) == rests
+    interleaved(glass.take, glass.take, settings(mode="paced", max_samples=6))
+    assert len(glass.slept) == 6 + 12
 
 
 def test_clock_drift_and_fields() -> None:

@@ -35,8 +35,9 @@ def test_identities_are_those_of_committed_rows() -> None:
     """Were a key built otherwise than a row's, every point would be missing on a real GPU and none here."""
     rows, _ = store.read(ROOT / "results" / "nvidia_h200" / "paper_layers.jsonl")
     found = {store.identity(row, None) for row in rows}
-    assert sum(one.key in found for one in gate.asked_of(ci())) >= 8
-    glue = replace(ci(), ratios=[replace(ratio, bound="gemm_glue") for ratio in ci().ratios])
+    burst = replace(ci(), options=replace(ci().options, mode="burst"))  # as those rows are timed
+    assert sum(one.key in found for one in gate.asked_of(burst)) >= 8
+    glue = replace(burst, ratios=[replace(ratio, bound="gemm_glue") for ratio in burst.ratios])
     assert sum(one.ratio_key in found for one in gate.asked_of(glue)) >= 6
 
 
@@ -143,6 +144,25 @@ def test_without_a_reference_the_point_is_measured_once_more(gated: Gate) -> Non
     assert gated.run(FakeGpu(slower={FORWARD: 1.1}))[0] == 1
     # Unstable twice: nothing is known of it.
     assert gated.run(FakeGpu(failing={FORWARD: ("unstable", "compiled while timing")}))[0] == 1
+
+
+@pytest.mark.parametrize("mode", ["sustained", "paced"])
+def test_points_and_ratios_of_another_mode_are_found(mode: str, gated: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed ones too, which have no time to say it with."""
+    burst = gated.path.read_text()
+    sweep = replace(ci(), options=replace(ci().options, mode=mode))
+    monkeypatch.setattr(gate, "load_sweep", lambda name, registry: sweep)
+    assert gated.run(FakeGpu(), update=True)[0] == 0
+    slower = {FORWARD: 1.1, (OLMOE, "forward"): 1.1}
+    gpu = FakeGpu(slower=slower, ratios={FORWARD: 1.1}, failing={(OLMOE, "backward"): ("crashed", "an exit")})
+    code, points, _ = gated.found(gpu)
+    outcomes = {name: point["outcome"] for name, point in points.items() if point["outcome"] != "ok"}
+    assert code == 1
+    assert outcomes == {what(): "regression", what(OLMOE): "drift", what(OLMOE, "backward"): "failed"}
+    # Times of two modes are not compared.
+    gated.path.write_text(burst)
+    code, _, data = gated.found(FakeGpu())
+    assert code == 1 and {point["outcome"] for point in data["points"]} == {"missing", "new"}
 
 
 def test_thresholds(gated: Gate) -> None:

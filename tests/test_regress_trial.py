@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gate import FORWARD, HEADLINE, FakeGpu, Gate, what
+from fake_gate import FORWARD, HEADLINE, OLMOE, FakeGpu, Gate, what
 
 from harness.errors import UserError
 from harness.registry import PLUGINS_VARIABLE, load_registry
@@ -60,6 +60,38 @@ def test_a_trial_judges_each_round_by_itself(gated: Gate) -> None:
     assert found["unchanged"]["false_alarms"] == 1 and "planted" not in found
     outcomes = [{one["what"]: one["outcome"] for one in each}[what()] for each in found["unchanged"]["gates"]]
     assert outcomes == ["ok", "regression", "ok"]
+
+
+def test_second_looks_of_all_rounds_are_one_sweep_and_each_round_has_its_own(gated: Gate) -> None:
+    backward = (OLMOE, "backward")
+    noisy = FakeGpu(
+        slower={FORWARD: [1.1, 1.0, 1.1, 1.1], backward: [1.0, 1.1, 1.1, 1.0]},
+        ratios={FORWARD: [1.0, 1.1, 1.0], backward: [1.1, 1.0]},
+    )
+    found = on_trial(gated, noisy, gates=4, tries=0)["unchanged"]
+    outcomes = [{one["what"]: one["outcome"] for one in each} for each in found["gates"]]
+    assert [each[what()] for each in outcomes] == ["drift", "ok", "regression", "drift"]
+    assert [each[what(*backward)] for each in outcomes] == ["ok", "regression", "drift", "ok"]
+    assert found["false_alarms"] == 2
+    first, second = noisy.asked
+    assert len(first.points) == 24 and not first.ratios and not second.points
+    asked = [(str(ratio.point.shape), ratio.passes) for ratio in second.ratios if ratio.bound]
+    assert sorted(asked) == [(OLMOE, ("backward",))] * 2 + [(HEADLINE, ("forward",))] * 3
+    assert sum(ratio.is_a_a for ratio in second.ratios) == 1
+
+
+def test_the_first_half_is_written_before_the_second_is_measured(gated: Gate) -> None:
+    class Lost(FakeGpu):
+        def run_sweep(self, *args: Any, **kwargs: Any) -> int:
+            if trial.PERMILLE in os.environ:
+                raise KeyboardInterrupt
+            return super().run_sweep(*args, **kwargs)
+
+    with pytest.raises(KeyboardInterrupt):
+        on_trial(gated, Lost())
+    found = json.loads((gated.folder / "trial.json").read_text())
+    assert len(found["unchanged"]["gates"]) == 3 and "planted" not in found
+    assert trial.PERMILLE not in os.environ
 
 
 def test_a_slowdown_that_is_not_there_is_not_caught(gated: Gate) -> None:

@@ -240,7 +240,7 @@ A_A = '[[ratios]]\nnumerator = "torch_loop"\ndenominator = "torch_loop"\n'
         (BASE + '[[points]]\nshapes = "paper"\n', "points[1].implementations: missing"),
         (
             BASE + '[defaults]\nmode = "fast"\n' + POINTS,
-            "defaults.mode: unknown mode 'fast'; choose from burst, sustained",
+            "defaults.mode: unknown mode 'fast'; choose from burst, sustained, paced",
         ),
         (BASE + '[defaults]\npasses = ["fwd"]\n' + POINTS, "defaults.passes: unknown pass 'fwd'"),
         (BASE + '[defaults]\ntime_limit_s = "long"\n' + POINTS, "defaults.time_limit_s: must be a number"),

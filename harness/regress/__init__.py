@@ -14,7 +14,6 @@ from rich.markup import escape
 from harness import store
 from harness.environment import environment, gpu_name
 from harness.errors import UserError
-from harness.interface import Point
 from harness.record import MEASURED_STATUSES, Row, gpu_slug
 from harness.registry import ROOT, Registry, load_registry
 from harness.regress import baseline as baselines
@@ -101,7 +100,7 @@ def regress(
     # Until the second look is over, which another run must not keep this one from.
     with store.hold(run.path):
         rows = run.measure(replace(sweep, points=sweep.points * repeat, ratios=[]))
-        findings = judged(run, sweep, asked, known, given, rows)
+        (findings,) = judged(run, sweep, asked, known, given, [rows])
     report = outputs.Report(
         gpu=gpu,
         path=_shown(path),
@@ -153,18 +152,38 @@ class Run:
         return dict(found)
 
 
+#: A point that looks slower, with what is needed to look again.
+Suspicion = tuple[Finding, BaselinePoint, Asked]
+
+
 def judged(
     run: Run,
     sweep: Sweep,
     asked: Sequence[Asked],
     known: Baseline,
     given: Threshold | None,
-    rows: Mapping[str, Sequence[Row]],
-) -> list[Finding]:
-    """A finding for each point of the baseline and of the sweep; what looks slower is measured again first."""
+    rounds: Sequence[Mapping[str, Sequence[Row]]],
+) -> list[list[Finding]]:
+    """What each of several gates finds, judged by itself: a finding for each point of the baseline and of the sweep.
+    What looks slower is measured again first, for all gates in one sweep.
+
+    Args:
+        rounds: of each gate the rows of its first look.
+    """
+    looks = [_first_looks(asked, known, given, rows) for rows in rounds]
+    suspicious = [found for _, found in looks]
+    if any(suspicious):
+        _look_again(run, sweep, suspicious)
+    return [findings for findings, _ in looks]
+
+
+def _first_looks(
+    asked: Sequence[Asked], known: Baseline, given: Threshold | None, rows: Mapping[str, Sequence[Row]]
+) -> tuple[list[Finding], list[Suspicion]]:
+    """All findings of one gate, and those of them that a second look must settle."""
     by_key = {one.key: one for one in asked}
     findings: list[Finding] = []
-    suspicious: list[tuple[Finding, BaselinePoint, Asked]] = []
+    suspicious: list[Suspicion] = []
     for point in known.points:
         threshold = given or point.threshold or known.threshold
         one = by_key.get(point.key)
@@ -185,40 +204,42 @@ def judged(
                 findings.append(Finding(one.what, one.key, NEW, reason, now=now.time))
             else:
                 findings.append(Finding(one.what, one.key, *now))
-    if suspicious:
-        _look_again(run, sweep, suspicious)
-    return findings
+    return findings, suspicious
 
 
-def _look_again(run: Run, sweep: Sweep, suspicious: Sequence[tuple[Finding, BaselinePoint, Asked]]) -> None:
-    """Measure suspicious points against the bound, call by call, so that what the clock does cancels; points without a
-    reference once more by themselves."""
-    passes: dict[RatioPoint, list[str]] = defaultdict(list)
-    alone: dict[Point, list[str]] = defaultdict(list)
-    for _, point, one in suspicious:
-        if point.reference is not None and one.ratio is not None:
-            passes[one.ratio].append(one.pass_)
-        else:
-            alone[one.point].append(one.pass_)
-    run.out.print(
-        f"slower or unstable: {count(len(suspicious), 'point')}; measuring again beside the bound", highlight=False
-    )
-    ratios = [replace(ratio, passes=tuple(wanted)) for ratio, wanted in passes.items()]
-    if ratios:
+def _look_again(run: Run, sweep: Sweep, suspicious: Sequence[Sequence[Suspicion]]) -> None:
+    """Measure the suspicious points of each gate against the bound, call by call, so that what the clock does cancels;
+    points without a reference once more by themselves."""
+    number = sum(map(len, suspicious))
+    run.out.print(f"slower or unstable: {count(number, 'point')}; measuring again beside the bound", highlight=False)
+    again = replace(sweep, description="What looks slower, once more beside the bound", points=[], ratios=[])
+    beside: list[Suspicion] = []
+    ratios: list[RatioPoint] = []
+    for of_gate in suspicious:
+        passes: dict[RatioPoint, list[str]] = defaultdict(list)
+        alone: list[Suspicion] = []
+        for suspicion in of_gate:
+            _, point, one = suspicion
+            if point.reference is not None and one.ratio is not None:
+                passes[one.ratio].append(one.pass_)
+                beside.append(suspicion)
+            else:
+                alone.append(suspicion)
+        ratios += [replace(ratio, passes=tuple(wanted)) for ratio, wanted in passes.items()]
+        if alone:
+            rows = run.measure(replace(again, points=list(dict.fromkeys(one.point for _, _, one in alone))))
+            for found, point, one in alone:
+                second_look(found, point, rows.get(one.key, ()), "")
+    if beside:
         # The method against itself belongs to every run that rests on ratios.
-        ratios += [ratio for ratio in sweep.ratios if ratio.is_a_a]
-    again = Sweep(
-        sweep.name,
-        "What looks slower, once more beside the bound",
-        points=list(alone),
-        ratios=ratios,
-        options=sweep.options,
-    )
-    rows = run.measure(again)
-    for found, point, one in suspicious:
-        by_ratio = point.reference is not None and one.ratio is not None
-        text = f"{one.ratio.denominator} {one.ratio.bound}" if by_ratio and one.ratio is not None else ""
-        second_look(found, point, rows.get(one.ratio_key if by_ratio else one.key, ()), text)
+        rows = run.measure(replace(again, ratios=[*ratios, *(ratio for ratio in sweep.ratios if ratio.is_a_a)]))
+        # Each suspicion asked for one row of its ratio, gate by gate.
+        left = {key: iter(found) for key, found in rows.items()}
+        for found, point, one in beside:
+            assert one.ratio is not None
+            row = next(left.get(one.ratio_key, iter(())), None)
+            text = f"{one.ratio.denominator} {one.ratio.bound}"
+            second_look(found, point, [] if row is None else [row], text)
 
 
 def _measured(rows: Mapping[str, Sequence[Row]]) -> Iterable[Row]:

@@ -53,7 +53,7 @@ def asked_of(sweep: Sweep) -> list[Asked]:
                     "denominator_variant": ratio.bound,
                     "time_kind": "device",
                 }
-                ratio_key = _key(replace(sweep, options=replace(sweep.options, mode="burst")), asked, point, pass_)
+                ratio_key = _key(sweep, asked, point, pass_)
             found.append(Asked(point, pass_, key, _what(point, pass_), ratio, ratio_key))
     return found
 

@@ -56,11 +56,12 @@ class Trial:
     asked: Sequence[gate.Asked]
     known: Baseline
 
-    def rounds(self, number: int) -> Iterator[list[Finding]]:
-        """The findings of each of so many gates. All first looks come out of one worker process."""
+    def gates(self, number: int) -> list[list[Finding]]:
+        """The findings of each of so many gates. All first looks come out of one worker process, and all second ones
+        out of another, since starting one takes longer than a look."""
         rows = self.run.measure(replace(self.sweep, points=self.sweep.points * number, ratios=[])) if number else {}
-        for index in range(number):
-            yield gate.judged(self.run, self.sweep, self.asked, self.known, None, _round(rows, index))
+        rounds = [_round(rows, index) for index in range(number)]
+        return gate.judged(self.run, self.sweep, self.asked, self.known, None, rounds)
 
     def only(self, shape: str) -> Trial:
         """The same with the points of one shape."""
@@ -117,13 +118,13 @@ def _told(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     return [outputs.as_dict(found) for found in findings]
 
 
-def trial(known: Trial, gates: int, tries: int, slowdown: float, shape: str) -> dict[str, Any]:
-    """Both halves.
+def trial(known: Trial, gates: int, tries: int, slowdown: float, shape: str) -> Iterator[dict[str, Any]]:
+    """Both halves, each as soon as it is over: what the second one takes does not lose the first.
 
     Args:
         slowdown: a share of the median, such as 0.055, of the forward pass at ``shape``.
 
-    Returns:
+    Yields:
         JSON types: every gate's findings; ``false_alarms``, gates of the first half that failed; ``caught``, those of
         the second in which the slowed point was a regression.
     """
@@ -133,14 +134,15 @@ def trial(known: Trial, gates: int, tries: int, slowdown: float, shape: str) -> 
         raise UserError(f"--shape {shape}: the baseline has no such point")
     # Before the gates without a change are measured, which takes minutes: the baseline may refuse the slowdown.
     number = permille(point, slowdown) if tries and point is not None else 0
-    quiet = [_told(findings) for findings in known.rounds(gates)]
+    quiet = [_told(findings) for findings in known.gates(gates)]
     found: dict[str, Any] = {
         "threshold": str(known.known.threshold),
         "unchanged": {"gates": quiet, "false_alarms": sum(any(one["failing"] for one in each) for each in quiet)},
     }
+    yield found
     if tries and point is not None:
         with planted(number):
-            slowed = [(_told(findings), _of(findings, point.key)) for findings in known.only(shape).rounds(tries)]
+            slowed = [(_told(findings), _of(findings, point.key)) for findings in known.only(shape).gates(tries)]
         found["planted"] = {
             "what": point.what,
             "asked_for": slowdown,
@@ -149,7 +151,7 @@ def trial(known: Trial, gates: int, tries: int, slowdown: float, shape: str) -> 
             "gates": [told for told, _ in slowed],
             "caught": sum(its.outcome == REGRESSION for _, its in slowed),
         }
-    return found
+        yield found
 
 
 def _of(findings: Sequence[Finding], key: str) -> Finding:
@@ -201,12 +203,13 @@ def _main(
     sweep = gate.load_sweep(gate.SWEEP, registry)
     out = Console(stderr=True)
     run = gate.Run(out, registry, results_folder(output) / f"{gate.SWEEP}.jsonl")
-    with store.hold(run.path):
-        found = trial(Trial(run, sweep, gate.asked_of(sweep), known), gates, tries, slowdown / 100, shape)
-    made = {"gpu": gpu, "baseline": {"made": known.made, "environment": known.environment}}
     where = gate.environment("cuda")
+    made = {"gpu": gpu, "baseline": {"made": known.made, "environment": known.environment}}
     made["environment"] = {key: where.get(key) for key in (*baselines.ENVIRONMENT, "dirty")}
-    outputs.write(out, target, json.dumps(made | found, indent=1) + "\n")
+    found: dict[str, Any] = {}
+    with store.hold(run.path):
+        for found in trial(Trial(run, sweep, gate.asked_of(sweep), known), gates, tries, slowdown / 100, shape):
+            outputs.write(out, target, json.dumps(made | found, indent=1) + "\n")
     return found
 
 

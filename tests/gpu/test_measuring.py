@@ -210,6 +210,9 @@ def test_sustained_mode_heats_before_each_kind_of_sample(monkeypatch: pytest.Mon
     for row in rows:
         assert row["status"] in ("ok", "unstable"), row["reason"]
         assert row["latency_ms"]["mode"] == "sustained" and row["device_ms"]["basis"] == "graph"
+    context = context_of(mode="sustained", heat_s=0.1)
+    rows = list(measure_ratio((point, point), PASSES, plugin, plugin, bases("ratio"), context))
+    assert len(rows) == 3 and heated[2:] == [0.1]
 
 
 GREEDY = '''
