@@ -1,0 +1,181 @@
+"""Keeps what the official kernels' own tuner chose on this GPU, so that they need not be tuned again.
+
+    python -m implementations._sonicmoe_official_tuning 16384,2048,1024,64,8 ...      # T,d,n,E,K
+
+Builds the official layer at each shape, which tunes its six grouped GEMMs where nothing is known of them (half a minute
+or more a shape), and adds the fastest tile of each to ``results/<gpu>/tuning/sonicmoe_official.json``, from where the
+plugin takes it. Nothing else may run on the GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.environment import environment, gpu_name, package_version
+from harness.errors import UserError
+from harness.interface import Point
+from harness.operations import get_operation
+from harness.record import utc_now
+from harness.registry import ROOT, installed_reason, load_registry
+from harness.shapes import MoEShape
+from implementations.sonicmoe_official import committed_tuning
+
+NAME = "sonicmoe_official"
+GEMMS = ("up", "down", "dH", "dW2", "dX", "dW1")
+#: What the choices depend on.
+PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "torch")
+#: Lists of these are written with one entry a line.
+LISTS = ("aggregation", "winners")
+
+
+def sizes_of(key: Sequence[str]) -> list[tuple[int, ...]]:
+    """The tensors' sizes in a key of quack's tuner, in order."""
+    found = (re.fullmatch(r"torch\.Size\(\[([\d, ]+)\]\)", part) for part in key)
+    return [tuple(int(size) for size in match[1].split(",")) for match in found if match]
+
+
+def gemms_of(shape: MoEShape) -> dict[tuple[str, tuple[tuple[int, ...], ...]], str]:
+    """(the tuned function, its first three tensors' sizes) -> which of the layer's GEMMs that is, routed by top-K."""
+    t, d, n, e, r = shape.T, shape.d, shape.n, shape.E, shape.routed_rows
+    return {
+        ("gemm_gated_tuned", ((t, d), (e, d, 2 * n), (r, 2 * n))): "up",
+        ("gemm_tuned", ((r, n), (e, n, d), (r, d))): "down",
+        ("gemm_dgated_tuned", ((t, d), (e, d, n), (r, 2 * n))): "dH",
+        ("gemm_tuned", ((d, t), (r, n), (e, d, n))): "dW2",
+        ("gemm_tuned", ((r, 2 * n), (e, 2 * n, d), (r, d))): "dX",
+        ("gemm_tuned", ((d, t), (r, 2 * n), (e, d, 2 * n))): "dW1",
+    }
+
+
+def collect(cache: Path, shapes: Sequence[MoEShape]) -> Iterator[dict[str, Any]]:
+    """The winners for these shapes in quack's cache folder, in bfloat16, shape by shape in the order of `GEMMS`.
+
+    Raises:
+        UserError: a GEMM of a shape that the folder has no entry of.
+    """
+    entries = []
+    for path in sorted(cache.glob("*/*.autotune.json")):
+        entry = json.loads(path.read_text())
+        dtypes = [part for part in entry["key"] if part.startswith("torch.") and "Size" not in part]
+        if dtypes and dtypes[0] == "torch.bfloat16":
+            entries.append((path, entry))
+    for shape in shapes:
+        wanted = gemms_of(shape)
+        found = {}
+        for path, entry in entries:
+            function = path.name.removesuffix(".autotune.json")
+            gemm = wanted.get((function, tuple(sizes_of(entry["key"])[:3])))
+            if gemm is not None:
+                found[gemm] = _winner(str(shape), gemm, path, entry)
+        missing = [gemm for gemm in GEMMS if gemm not in found]
+        if missing:
+            raise UserError(f"{cache}: no entry for {', '.join(missing)} at {shape}; was the layer built in bfloat16?")
+        yield from (found[gemm] for gemm in GEMMS)
+
+
+def _winner(shape: str, gemm: str, path: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    timings = entry["configs_timings"]
+    config, ms = min(timings, key=lambda timing: timing[1])
+    return {
+        "shape": shape,
+        "gemm": gemm,
+        # An entry that was itself put there from this table has one timing left.
+        "candidates": entry.get("candidates", len(timings)),
+        "file": f"{path.parent.name}/{path.name}",
+        "key": entry["key"],
+        "configs_timings": [[config, [round(value, 4) for value in ms]]],
+    }
+
+
+def merged(tuning: Mapping[str, Any], winners: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the winners of these shapes in place of what it had of them.
+
+    Args:
+        where: ``gpu``, ``driver``, ``date`` and ``packages`` of this machine, which a new table gets.
+
+    Raises:
+        UserError: the table is of other packages.
+    """
+    if tuning and tuning["packages"] != where["packages"]:
+        raise UserError(
+            f"the table holds choices of {_versions(tuning['packages'])}, and here is {_versions(where['packages'])}: "
+            "remove it or install those"
+        )
+    made = dict(tuning) or {**where, "method": "quack's own tuner; the fastest tile of each GEMM", "aggregation": []}
+    of_now = {key: where[key] for key in ("date", "driver")}
+    shapes = {winner["shape"] for winner in winners}
+    kept = [winner for winner in tuning.get("winners", ()) if winner["shape"] not in shapes]
+    return {**made, "winners": [*kept, *({**winner, **of_now} for winner in winners)]}
+
+
+def _versions(packages: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in packages.items())
+
+
+def text_of(tuning: Mapping[str, Any]) -> str:
+    """The table as JSON, an entry a line."""
+    parts = []
+    for key, value in tuning.items():
+        shown = json.dumps(value)
+        if key in LISTS:
+            shown = "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {shown}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _build(shape: MoEShape) -> None:
+    """Build the layer there, which tunes it."""
+    import torch
+
+    operation = get_operation("moe_layer")
+    point = Point("moe_layer", NAME, shape, dtype="bfloat16", device="cuda")
+    load_registry().get(NAME).build(operation.make_problem(point, "cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def tune(shapes: Sequence[str]) -> Path:
+    """Tune at each shape and write the table; returns its path.
+
+    Raises:
+        UserError: a shape that is none, no GPU, the package is missing, or the table is of other packages.
+    """
+    asked = [MoEShape.parse(shape) for shape in dict.fromkeys(shapes)]
+    gpu = gpu_name()
+    if gpu is None:
+        raise UserError("tuning measures on a GPU, and this machine has none")
+    if reason := installed_reason(load_registry().get(NAME)):
+        raise UserError(f"{NAME} is not installed: {reason}")
+    path, tuning = committed_tuning(gpu)
+    for shape in asked:
+        _build(shape)
+    machine = environment("cuda")
+    # Of torch the whole version, CUDA's included.
+    packages = {name: package_version(name) for name in PACKAGES} | {"torch": machine["torch"]}
+    where = {"gpu": gpu, "date": utc_now()[:10], "driver": str(machine.get("driver")), "packages": packages}
+    found = list(collect(Path(os.environ["QUACK_CACHE_DIR"]), asked))
+    target = ROOT / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text_of(merged(tuning, found, where)))
+    return target
+
+
+def main(shapes: Annotated[list[str], typer.Argument(metavar="T,d,n,E,K...", help="Layers to tune at.")]) -> None:
+    """Tune the official kernels at these layers and keep what was chosen."""
+    try:
+        path = tune(shapes)
+    except UserError as error:
+        typer.echo(f"tuning: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"{len(shapes) * len(GEMMS)} GEMMs -> {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
