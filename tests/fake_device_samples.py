@@ -39,15 +39,16 @@ class Worker:
             device = {key: summary[key] for key in ("median", "ci95", "samples")}
             machine = {"measured_on": "cuda", "gpu": GPU, "driver": "580.1", "commit": "0123abc", "dirty": False}
             seen = {"sm_clock_mhz": {"min": 1500.0, "median": 1600.0, "max": 1700.0}, "throttle_reasons": []}
+            base = {key: value for key, value in job["bases"][pass_].items() if key != "mode"}
             row = {
-                **job["bases"][pass_],
+                **base,
                 **row_fields(point),
                 "timestamp": "2026-11-30T12:00:00+00:00",
                 "status": "ok",
                 "reason": "",
                 "measured_on": "cuda",
                 "environment": {**machine, "during_samples": seen},
-                "latency_ms": {**summary, "mode": "burst"},
+                "latency_ms": {**summary, "mode": job["settings"]["mode"]},
                 "device_ms": {**device, "basis": "graph"},
                 "tflops": {"host": 1.0, "device": 2.0, "hardware": 3.0},
             }

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from harness import regress as gate
 from harness import store
 from harness.errors import UserError
+from harness.record import MODES
 from harness.regress import baseline as baselines
 from harness.regress import judge
 from harness.regress.baseline import Interval, Threshold
@@ -146,12 +147,15 @@ def test_without_a_reference_the_point_is_measured_once_more(gated: Gate) -> Non
     assert gated.run(FakeGpu(failing={FORWARD: ("unstable", "compiled while timing")}))[0] == 1
 
 
-@pytest.mark.parametrize("mode", ["sustained", "paced"])
-def test_points_and_ratios_of_another_mode_are_found(mode: str, gated: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_points_and_ratios_of_every_mode_are_found(mode: str, gated: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Failed ones too, which have no time to say it with."""
-    burst = gated.path.read_text()
-    sweep = replace(ci(), options=replace(ci().options, mode=mode))
-    monkeypatch.setattr(gate, "load_sweep", lambda name, registry: sweep)
+
+    def timed(mode: str) -> None:
+        sweep = replace(ci(), options=replace(ci().options, mode=mode))
+        monkeypatch.setattr(gate, "load_sweep", lambda name, registry: sweep)
+
+    timed(mode)
     assert gated.run(FakeGpu(), update=True)[0] == 0
     slower = {FORWARD: 1.1, (OLMOE, "forward"): 1.1}
     gpu = FakeGpu(slower=slower, ratios={FORWARD: 1.1}, failing={(OLMOE, "backward"): ("crashed", "an exit")})
@@ -160,7 +164,7 @@ def test_points_and_ratios_of_another_mode_are_found(mode: str, gated: Gate, mon
     assert code == 1
     assert outcomes == {what(): "regression", what(OLMOE): "drift", what(OLMOE, "backward"): "failed"}
     # Times of two modes are not compared.
-    gated.path.write_text(burst)
+    timed(MODES[MODES.index(mode) - 1])
     code, _, data = gated.found(FakeGpu())
     assert code == 1 and {point["outcome"] for point in data["points"]} == {"missing", "new"}
 
