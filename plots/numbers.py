@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.token_rounding import TOP_K
+from harness.claims.training_claims import ROUNDED
+from harness.errors import UserError
+from harness.token_rounding import TOP_K, routing_name
+from harness.training import power
 from harness.training.config import load_config
 from harness.training.rows import OPERATION, asked
 from plots import ablations, kernels, open_models
@@ -410,6 +413,60 @@ def _step_ratios(rows: pd.DataFrame, configuration: str, labels: dict[str, str])
     return lines
 
 
+def _quality(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """Validation losses of our layer's runs that differ in routing and seed, each arm's beside top-K's: the paper's
+    rounding, then arms that differ, then those that cannot be told, together where they have as many seeds."""
+    runs = table.by_precedence(
+        rows[
+            (rows["record"] == "measurement")
+            & (rows["operation"] == OPERATION)
+            & (rows["status"] == "ok")
+            & (rows["measured_on"] == "cuda")
+            & (rows["implementation"] == OURS)
+            & rows["validation_loss"].notna()
+        ]
+    )
+    losses = power.judged(
+        (
+            ((run["variant"], run["shape"], run["dtype"], run["corpus"]), _arm(run), int(run["seed"]), run)
+            for _, run in runs.iterrows()
+        ),
+        ROUNDED,
+    )
+    its = {arm: {seed: float(run["validation_loss"]) for seed, run in of.items()} for arm, of in losses.items()}
+    try:
+        compared = power.beside_top_k(its)[0]
+    except UserError:
+        return []
+    together: dict[tuple[str, int], list[str]] = {}
+    for arm, found in sorted(compared.items(), key=lambda one: (one[0] != ROUNDED, one[1].verdict == "not measured")):
+        alone = arm == ROUNDED or found.verdict != "not measured"
+        together.setdefault((arm if alone else "", len(power.differences(its[arm], its[TOP_K]))), []).append(arm)
+    lines: list[tuple[str, str, str]] = []
+    for (_, seeds), arms in together.items():
+        differences = sorted(compared[arm].difference for arm in arms)
+        values = " to ".join(f"{value:+.4f}" for value in dict.fromkeys((differences[0], differences[-1])))
+        found = compared[arms[0]]
+        if len(arms) == 1:
+            values += f" [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}]"
+        limit = f", less than {found.detectable:.4f} cannot be told" if found.verdict == "not measured" else ""
+        over = f"{seeds} seed{'s' * (seeds > 1)}{' each' * (len(arms) > 1)}"
+        what, paper = f"trained by {', '.join(arms)} minus by top-K, {over}", "–"
+        if lines:
+            what = f"… {what}"
+        else:
+            run = asked(next(iter(losses[TOP_K].values()))["variant"])
+            setting = f"training `{run.configuration}` ({run.layers} layers, a step: {run.rest})"
+            what = f"{setting}: validation loss, nats a token, {what}"
+            paper = '"similar"' if arms == [ROUNDED] else paper
+        lines.append((what, paper, f"{values}: {found.verdict}{limit}"))
+    return lines
+
+
+def _arm(run: pd.Series) -> str:
+    return routing_name(run["method"], run["m_tile"])
+
+
 def lines(rows: pd.DataFrame) -> list[str]:
     """The table as Markdown, from the rows of one GPU."""
     chosen = table.one_gpu(rows)
@@ -427,7 +484,7 @@ def lines(rows: pd.DataFrame) -> list[str]:
         _ablations,
     ]
     every = rows[rows["gpu"] == gpu[0]] if gpu else chosen
-    cells = [*(its for part in parts for its in part(chosen)), *_rounding(every), *_training(every)]
+    cells = [*(its for part in parts for its in part(chosen)), *_rounding(every), *_training(every), *_quality(every)]
     return head + [f"| {' | '.join(its)} |" for its in cells]
 
 

@@ -46,8 +46,9 @@ PAPER_NAMES = {
 }
 #: Columns of a table of rows. Units: ``tflops*`` in TFLOPS and ``gb_per_s*`` in GB/s (over the busy time where the row
 #: has it), ``device_ms*``, ``busy_ms`` and ``latency_ms`` in ms, ``memory_*`` in bytes, ``kernels_us`` in µs, the sum
-#: over ``kernels``, one call's profiled kernels as stored; ``tokens_per_day`` of a training step on each GPU; ``*_low``
-#: and ``*_high`` are the 95 % interval; absent numbers are NaN, absent texts "", absent kernels ().
+#: over ``kernels``, one call's profiled kernels as stored; ``tokens_per_day`` of a training step on each GPU, and its
+#: run's ``validation_loss`` in nats a token; ``*_low`` and ``*_high`` are the 95 % interval; absent numbers are NaN,
+#: absent texts "", absent kernels ().
 COLUMNS = (
     "folder", "identity", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label",
     "status", "reason", "T", "d", "n", "E", "K", "shape", "dtype", "method", "m_tile", "distribution", "convention",
@@ -56,7 +57,7 @@ COLUMNS = (
     "memory_layer", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
     "value", "value_low", "value_high", "denominator_method", "denominator_variant", "routed_rows", "padded_rows",
     "rows_added", "rows_dropped", "denominator_rows", "kernels", "kernels_us", "gb_per_s", "gb_per_s_low",
-    "gb_per_s_high", "tokens_per_day", "tokens_per_day_low", "tokens_per_day_high",
+    "gb_per_s_high", "tokens_per_day", "tokens_per_day_low", "tokens_per_day_high", "seed", "corpus", "validation_loss",
 )  # fmt: skip
 #: One point of one sweep on one GPU; of several rows with the same key the latest counts.
 KEY = ("sweep", "identity", "gpu")
@@ -64,7 +65,7 @@ _TEXT = {
     "folder", "identity", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label",
     "status", "reason", "shape", "dtype", "method", "m_tile", "distribution", "convention", "mode", "measured_on",
     "gpu", "basis", "numerator", "denominator", "numerator_label", "denominator_label", "time_kind",
-    "denominator_method", "denominator_variant", "kernels",
+    "denominator_method", "denominator_variant", "kernels", "seed", "corpus",
 }  # fmt: skip
 NUMBERS_ALLOWED = ("ok", "unstable")
 
@@ -92,7 +93,8 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
     memory, environment = _part(row, "memory_bytes"), _part(row, "environment")
     sizes = {name: int(shape.get(name) or 0) for name in ("T", "d", "n", "E", "K")}
     rate, median = _number(tflops.get("device")), _number(device.get("median"))
-    trained, step = _number(_part(row, "training").get("tokens_per_day_per_gpu")), _number(latency.get("median"))
+    training = _part(row, "training")
+    trained, step = _number(training.get("tokens_per_day_per_gpu")), _number(latency.get("median"))
     step_low, step_high = _interval(latency.get("ci95"))
     low, high = _interval(device.get("ci95"))
     # Bars stand side by side, so they share one basis: `device_ms` is a graph's replay for some implementations, gaps
@@ -128,7 +130,7 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "record": text(row, "record") or "measurement",
         "status": text(row, "status") or "ok",
         "shape": ",".join(str(size) for size in sizes.values()),
-        **{name: text(routing, name) for name in ("method", "distribution", "m_tile")},
+        **{name: text(routing, name) for name in ("method", "distribution", "m_tile", "seed")},
         "convention": text(layer, "router_convention"),
         "mode": text(latency, "mode") or text(row, "mode") or "burst",
         "gpu": text(environment, "gpu"),
@@ -166,6 +168,8 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "rows_added": _number(routing.get("added")),
         "rows_dropped": _number(routing.get("dropped")),
         "denominator_rows": _number(_part(row, "denominator_routing").get("routed_rows")),
+        "corpus": ", ".join(sorted(note for note in map(str, row.get("notes") or ()) if note.startswith("corpus "))),
+        "validation_loss": _number(training.get("validation_loss")),
         "kernels": kernels,
         "kernels_us": float(sum(kernel["us"] for kernel in kernels)) if kernels else math.nan,
     }

@@ -42,7 +42,9 @@ KNOWN: dict[str, tuple[str, str]] = {
     "torch_loop": ("torch loop", "#C9C9C9"),
     "torch_kernels": ("PyTorch", "#A3A3A3"),
 }
-_SPARE = ("#117733", "#882255", "#999933", "#332288", "#AA4499", "#44AA99")
+_SPARE = (
+    "#117733", "#882255", "#999933", "#332288", "#AA4499", "#44AA99", "#CC6677", "#88CCEE", "#DDCC77",
+)  # fmt: skip
 
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

@@ -86,7 +86,7 @@ def draw(folders: Sequence[Path], output: Path) -> list[Path]:
             title="Training loss by routing",
             subtitle=f"{config['name']}, {config['layers']} layers, {config['implementation']}, corpus "
             f"{config['corpus']}; in brackets the seeds.\n"
-            "Right: of several seeds the mean, and the range in which they lie.",
+            "Losses in training, each arm's by its own routing; right: of several seeds the mean, and their range.",
             notes=["Last validation losses, routed by top-K:", *power.table(power.arms_of(folders))],
             right=0.2,
         )
@@ -123,7 +123,7 @@ def _panels(left: Axes, right: Axes, curves: dict[str, dict[int, Curve]], looks:
             millions,
             np.mean(apart, axis=0),
             **looks[arm],
-            linewidth=1.8 if several else 0.8,
+            linewidth=1.8 if several else 1.0,
             zorder=3 if several else 2,
         )
         if several:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from harness.claims import VERDICTS, Claim, ClaimResult, Finding, evaluate, load_claims, verdict
 from harness.claims.paper import BASELINES, paper_layers
@@ -294,6 +296,28 @@ def step(rows: list[Row], subject: str, configuration: str, numerator: str, meth
     return None if row is None else (row["value"], row["ci95"])
 
 
+def perplexity(rows: list[Row], subject: str) -> Value:
+    """By a paired t-test, which is what it comes to where nearest-128 alone has several seeds beside top-K; None where
+    it finds no difference."""
+    losses: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        trained = row["operation"] == "training_step" and row["record"] == "measurement" and row["status"] == "ok"
+        if trained and row["variant"].startswith("quality, ") and row["implementation"] == PLUGIN[subject]:
+            arm = row["routing"]["method"], row["routing"]["m_tile"]
+            losses.setdefault(arm, {})[row["routing"]["seed"]] = row["training"]["validation_loss"]
+    if not losses:
+        return None
+    assert {arm for arm, its in losses.items() if len(its) > 1} == {("top_k", 128), ("nearest", 128)}
+    top_k, nearest = losses["top_k", 128], losses["nearest", 128]
+    assert set(top_k) == set(nearest)
+    test = stats.ttest_rel([nearest[seed] for seed in sorted(top_k)], [top_k[seed] for seed in sorted(top_k)])
+    low, high = test.confidence_interval(0.95)
+    if low <= 0 <= high:
+        return None
+    mean = statistics.fmean(nearest[seed] - top_k[seed] for seed in top_k)
+    return math.exp(mean), [math.exp(low), math.exp(high)]
+
+
 def again(rows: list[Row], claim: str, subject: str) -> Value:
     if claim == "activation-memory-7b":
         share = saved(rows, subject, ("momoe",), HEADLINE)
@@ -312,7 +336,7 @@ def again(rows: list[Row], claim: str, subject: str) -> Value:
         "token-rounding-kernel-speedup": lambda: rounded(rows, subject),
         "near-dense-bound": lambda: bounded(rows, subject),
         "io-overlap": lambda: overlap(rows, subject),
-        "token-rounding-quality": lambda: None,  # no such runs are committed
+        "token-rounding-quality": lambda: perplexity(rows, subject),
         "training-throughput-7b": lambda: step(rows, subject, "7B, 43 layers", "scattermoe", "top_k"),
         "token-rounding-training-throughput": lambda: step(
             rows, subject, "1.4B, 17 layers", PLUGIN[subject], "nearest"

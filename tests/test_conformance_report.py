@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_conformance import StubWorker, run_suite
+from fake_conformance import MET, StubWorker, run_suite
 from rich.console import Console
 
 from harness.conformance import CASES, OPERATION, command, get_case
@@ -37,10 +37,45 @@ def test_the_report_has_a_table_of_cases_and_one_of_reasons(made: data.Report) -
     assert [cell_text(cell) for cell in reasons.rows[0]][1:5] == [
         "torch_loop", "crashed", "k-of-1", "while in build: ValueError: <b>no</b> such | kernel",
     ]  # fmt: skip
-    assert made.conformance[0][1:] == (
-        "torch_loop",
-        f"{len(CASES) - 3} ok, 1 crashed, 2 unsupported of {len(CASES)} cases",
-    )
+    met = made.table("conformance-summary")
+    assert met is not None and [cell_text(cell) for cell in met.rows[0]][1:] == [
+        "torch_loop", f"{len(CASES) - 3} ok, 1 crashed, 2 unsupported of {len(CASES)} cases", "–",
+    ]  # fmt: skip
+
+
+def test_cases_that_were_not_run_are_counted_and_named(
+    stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stub, "does", staticmethod(lambda job: {}))
+    cut_off, whole = tmp_path / "cpu" / "conformance.jsonl", tmp_path / "other" / "conformance.jsonl"
+    run_suite(cut_off, MET[:-1])
+    # On another machine all, by another implementation, and one of a name that is no case's (any more).
+    run_suite(whole, [*CASES, replace(CASES[0], name="former-case")])
+    rows = [json.loads(line) for line in whole.read_text().splitlines()]
+    for row in rows:
+        row["implementation"] = "sonicmoe_torch"
+        row["environment"]["cpu"] = "Another CPU"
+    whole.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = data.build(tmp_path, tmp_path / "out")
+    met, table = made.table("conformance-summary"), made.table("conformance")
+    assert met is not None and table is not None
+    absent = [case.name for case in CASES if case not in MET[:-1]]
+    assert len(absent) == len(CASES) - len(MET) + 1 == 3
+    words = {cell_text(row[1]): [cell_text(cell) for cell in row[2:]] for row in met.rows}
+    said = f"{len(MET) - 1} ok; 3 of {len(CASES)} cases not run"
+    assert words["torch_loop"] == [said, ", ".join(absent)]
+    assert words["sonicmoe_torch"] == [f"{len(MET) + 1} ok, 2 unsupported of {len(CASES) + 1} cases", "–"]
+    # Nothing is said of an implementation on a machine where it has met no case.
+    place = [column.title for column in table.columns].index("torch_loop")
+    here = next(cell_text(row[0]) for row in met.rows if cell_text(row[1]) == "torch_loop")
+    cells = {(cell_text(row[0]), cell_text(row[1])): cell_text(row[place]) for row in table.rows}
+    assert len(table.rows) == len(cells) == 2 * len(CASES) + 1
+    assert [case for (machine, case), status in cells.items() if (machine, status) == (here, "not run")] == absent
+    assert {status for (machine, _), status in cells.items() if machine != here} == {"–"}
+    text = io.StringIO()
+    terminal.render(Console(file=text, width=160), made)
+    for shown in (text.getvalue(), markdown.render(made, tmp_path / "out"), html.render(made)):
+        assert said in shown
 
 
 def test_cases_are_no_measurements(made: data.Report) -> None:

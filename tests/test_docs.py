@@ -6,6 +6,7 @@ import ast
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from harness import record
+from harness.conformance import CASES
 from harness.correctness import TOLERANCES, WORST_PART
 from harness.registry import ROOT
 from harness.timing import CLOCK_BAND, TimingSettings
@@ -144,6 +146,27 @@ def test_the_numbers_of_sampling() -> None:
     assert (settings.time_limit_s, settings.heat_s) == (1.0, 2.0)
     assert "after one second" in text and "for two seconds" in text
     assert text.count(f"more than {CLOCK_BAND:.0%}".replace("%", " %")) == 2
+
+
+def test_the_readme_on_conformance_is_what_the_rows_say() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = text.split("Committed rows are of a CPU and of an H200.")[1].split("Sweeps are the TOML")[0]
+    found: dict[str, dict[str, str]] = {}
+    for line in (ROOT / "results" / "nvidia_h200" / "conformance.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        found.setdefault(row["implementation"], {})[row["variant"]] = row["status"]
+    assert set(found) == {"sonicmoe_triton", "sonicmoe_torch", "deepgemm", "deepgemm_pp", "liger"}
+    counts = {name: Counter(its.values()) for name, its in found.items()}
+    cases = {case.name for case in CASES}
+    ours = counts["sonicmoe_triton"]
+    assert f"our layer has {ours['ok']} ok of {len(cases)} cases and {ours['unsupported']} unsupported" in said
+    assert ours.total() == len(cases) and f"PyTorch {counts['sonicmoe_torch']['ok']} ok" in said
+    assert counts["sonicmoe_torch"] == {"ok": len(cases)} and counts["liger"] == {"ok": 1}
+    both = counts["deepgemm"]
+    assert both == counts["deepgemm_pp"] and both.total() == both["ok"] + both["unsupported"]
+    assert f"have met {both.total()}: {both['ok']} ok, and {both['unsupported']} unsupported" in said
+    for name in ("deepgemm", "deepgemm_pp"):
+        assert set(re.findall(r"`([a-z-]+)`", said)) == cases - set(found[name])
 
 
 def test_two_runs_may_differ_by_more_than_their_intervals() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from typing import Any
 
 import pytest
+from scipy import stats
 from training_rows import in_turns, step
 
 from harness.store import read_folder
@@ -101,6 +103,56 @@ def test_lines_of_training_are_of_equal_steps() -> None:
     assert lines(in_turns(*many, 1.6)) == before
     rival = step("1.4B", batch=10, implementation="scattermoe")
     assert lines(in_turns(rival, top_k, 1.2))[-1][1] == "–"
+
+
+def test_quality_by_another_way() -> None:
+    losses: dict[str, dict[int, float]] = {}
+    for row in COMMITTED:
+        if row["operation"] == "training_step" and row["variant"].startswith("quality, "):
+            routing = row["routing"]
+            arm = losses.setdefault(f"{routing['method']}-{routing['m_tile']}", {})
+            arm[routing["seed"]] = row["training"]["validation_loss"]
+    top_k, nearest = losses["top_k-128"], losses["nearest-128"]
+    assert sorted(top_k) == sorted(nearest) == [0, 1, 2, 3]
+    apart = [nearest[seed] - top_k[seed] for seed in range(4)]
+    low, high = stats.ttest_1samp(apart, 0.0).confidence_interval(0.95)
+    readme = numbers.README.read_text(encoding="utf-8")
+    assert low < 0 < high and f"{statistics.fmean(apart):+.4f} [{low:+.4f}, {high:+.4f}]: not measured" in readme
+    half = stats.t.ppf(0.975, 3) * statistics.stdev(apart)
+    alone = {arm: its[0] - top_k[0] for arm, its in losses.items() if arm not in ("top_k-128", "nearest-128")}
+    choice = alone.pop("expert_choice-128")
+    assert choice > half and f"{choice:+.4f} [{choice - half:+.4f}, {choice + half:+.4f}]: worse" in readme
+    assert len(alone) == 6 and max(map(abs, alone.values())) < half
+    said = f"1 seed each | – | {min(alone.values()):+.4f} to {max(alone.values()):+.4f}: not measured, less than"
+    assert said in readme
+
+
+def test_lines_of_quality_are_of_one_set_of_runs() -> None:
+    def run(routing: str, seed: int, loss: float, **changes: Any) -> dict[str, Any]:
+        return step("quality", validation_loss=loss, routing=routing, seed=seed, **changes)
+
+    runs = [run("top_k", seed, 1.0 + 0.01 * seed) for seed in range(3)]
+    runs += [run("nearest", seed, 1.1 + 0.01 * seed + 0.001 * seed) for seed in range(3)]
+    runs += [run("up", 0, 1.001), run("down", 0, 0.5)]
+
+    def lines(*more: dict[str, Any]) -> list[tuple[str, str, str]]:
+        return numbers._quality(rows.one_gpu([*runs, *more]))
+
+    before = lines()
+    assert [what.split("trained by ")[1] for what, _, _ in before] == [
+        "nearest-128 minus by top-K, 3 seeds",
+        "down-128 minus by top-K, 1 seed",
+        "up-128 minus by top-K, 1 seed",
+    ]
+    assert [measured.split(" [")[0] for _, _, measured in before] == ["+0.1010", "-0.5000", "+0.0010"]
+    assert [measured.split("]: ")[1].split(",")[0] for _, _, measured in before] == ["worse", "better", "not measured"]
+    # Fewer seeds, another implementation, another length, and a later run of the same seed that failed to validate.
+    short = [run(routing, 0, 9.0, steps=700) for routing in ("top_k", "nearest")]
+    other = [run(routing, 0, 9.0, implementation="torch_loop") for routing in ("top_k", "nearest", "up")]
+    assert lines(*short, *other, step("quality", routing="nearest", seed=1)) == before
+    assert lines(run("up", 0, 1.3))[1][2].startswith("-0.5000") and lines(run("up", 0, 1.3))[2][2].endswith("worse")
+    assert numbers._quality(rows.one_gpu([run("top_k", 0, 1.0), run("nearest", 0, 1.1)])) == []
+    assert numbers._quality(rows.one_gpu([])) == []
 
 
 def test_the_papers_ratios() -> None:

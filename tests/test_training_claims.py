@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from rich.console import Console
+from scipy import stats
 from test_claims import changed, finding, write
 
 from harness.claims import evaluate
 from harness.record import validate
 from harness.registry import ROOT
+from harness.report import data, html, markdown, terminal
 from harness.store import latest, read
+from harness.training import power
 from plots import rows as plotted
 
 Row = dict[str, Any]
@@ -160,7 +166,17 @@ def test_what_seeds_cannot_tell_is_not_measured(tmp_path: Path) -> None:
     runs = [trained("top_k", seed, 3.0) for seed in range(3)]
     runs += [trained("nearest", seed, 3.0 + 0.01 * (seed - 1)) for seed in range(3)]
     its = finding(evaluate(write(tmp_path / "a" / "gpu", runs).parent)[0], "token-rounding-quality", "ours")
-    assert its.value is None and its.verdict == "not measured" and "cannot be told" in its.reason and its.parts
+    assert its.value is None and its.verdict == "not measured" and its.parts and len(its.rows) == 6
+    low, high = stats.ttest_rel([2.99, 3.0, 3.01], [3.0] * 3).confidence_interval(0.95)
+    found = re.fullmatch(
+        r"validation loss with nearest-128 minus with top-K: [+-]0\.0000 nats a token \[(\S+), (\S+)\] over 3 seeds, "
+        r"so no difference was seen; less than (\S+) cannot be told by these runs; what more seeds would tell: "
+        r"python -m harness\.training\.power --plan 0\.0100 6",
+        its.reason,
+    )
+    assert found, its.reason
+    assert [float(found[1]), float(found[2])] == pytest.approx([low, high], abs=5e-5)
+    assert float(found[3]) == pytest.approx(power.detectable_difference(0.01, 3, 2), abs=5e-5)
     one = [trained("top_k", 0, 3.0), trained("nearest", 0, 3.1)]
     its = finding(evaluate(write(tmp_path / "b" / "gpu", one).parent)[0], "token-rounding-quality", "ours")
     assert its.value is None and "no two arms share two seeds" in its.reason
@@ -196,6 +212,24 @@ def test_quality_is_nearest_roundings_to_128(tmp_path: Path) -> None:
     )
     assert wide.value == alone.value and wide.ci95 is not None and alone.ci95 is not None
     assert wide.ci95[0] < alone.ci95[0] - 0.01
+
+
+def test_a_terminal_says_what_runs_came_to_before_what_was_never_run(tmp_path: Path) -> None:
+    runs = [trained("top_k", seed, 3.0) for seed in range(3)]
+    runs += [trained("nearest", seed, 3.0 + 0.01 * (seed - 1)) for seed in range(3)]
+    write(tmp_path / "gpu", runs)
+    made = data.build(tmp_path, tmp_path / "out")
+    shown = io.StringIO()
+    terminal.render(Console(file=shown, width=400), made)
+    lines = [line.strip() for line in shown.getvalue().splitlines()]
+    mine = [line for line in lines if line.startswith("token-rounding-quality, ")]
+    ours, official = "token-rounding-quality, NVIDIA H200, ours (Triton): ", "SonicMoE (official): run: moebench train"
+    assert len(mine) == 2 and mine[0].startswith(f"{ours}validation loss with nearest-128 minus with top-K: ")
+    assert mine[0].endswith("--plan 0.0100 6") and official in mine[1]
+    # Where nobody ran anything, one line says what would.
+    assert [line.split(":")[0] for line in lines if line.startswith("near-dense-bound")] == ["near-dense-bound"]
+    for text in (markdown.render(made, tmp_path / "out"), html.render(made)):
+        assert "over 3 seeds, so no difference was seen; less than 0." in text
 
 
 @pytest.mark.parametrize(

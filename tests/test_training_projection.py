@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -376,3 +378,30 @@ def test_the_plan_for_quality_rests_on_committed_rows(capsys: pytest.CaptureFixt
         assert part in said
     power.main(["--plan", "0.014", "4"])
     assert f"{arms:.4f} nats" in capsys.readouterr().out
+
+
+def test_the_runs_for_quality_are_those_of_its_plan() -> None:
+    said = " ".join((CONFIGURATIONS / "quality.toml").read_text(encoding="utf-8").replace("#", " ").split())
+    folder = ROOT / "results" / "nvidia_h200"
+    runs = [row for row in store.read(folder / "training.jsonl")[0] if row["variant"].startswith("quality, 6 layers, ")]
+    arms = Counter(routing_name(row["routing"]["method"], row["routing"]["m_tile"]) for row in runs)
+    one = said.split("seed 0 alone: ")[1].split(".")[0].split(", ")
+    assert arms == {"top_k": 4, "nearest-128": 4, **dict.fromkeys(one, 1)} and len(one) == 7
+    # The rows' losses are those of the curves.
+    losses = power.arms_of(sorted((folder / "training").glob("quality-*")))
+    assert sum(map(len, losses.values())) == len(runs) == 15
+    for row in runs:
+        arm = routing_name(row["routing"]["method"], row["routing"]["m_tile"])
+        assert losses[arm][row["routing"]["seed"]] == row["training"]["validation_loss"]
+    deviation = statistics.stdev(losses["nearest-128"][seed] - losses["top_k"][seed] for seed in range(4))
+    limits = [power.detectable_difference(deviation, seeds, 3) for seeds in (4, 1)]
+    assert f"is {deviation:.4f} nats (3 degrees of freedom)" in said
+    assert f"difference of {limits[0]:.4f} nats" in said and f"with one seed {limits[1]:.4f}." in said
+    # What the README makes of them in words.
+    last = {arm: its[0] - losses["top_k"][0] for arm, its in losses.items() if arm in one}
+    assert sum(difference > 0 for arm, difference in last.items() if arm != "expert_choice") == 5
+    ends = {}
+    for arm in one:
+        curve = log.read(next((folder / "training").glob(f"quality-*-{arm}-seed-0")))
+        ends[arm] = statistics.fmean([line["loss"] for line in curve if "loss" in line][-30:])
+    assert min(ends.values()) < ends["expert_choice"] < max(ends.values())

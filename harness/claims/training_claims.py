@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.claims.model import Finding
@@ -70,59 +70,46 @@ def quality(rows: GpuRows, entry: Entry, subject: str) -> Finding:
     alone: of the set in which most seeds have both, of several the newest. A difference that the seeds cannot tell is
     not measured."""
     plugin = SUBJECTS[subject]
-    arms = _arms(rows, plugin)
+    arms = power.judged(_runs(rows, plugin), ROUNDED)
     command = f"run: moebench train quality --implementation {plugin} --routing nearest --seed 0, to 3; and by top_k"
     if not arms:
         return unmeasured(rows, subject, command)
-    losses = {
-        arm: {line.row["routing"]["seed"]: _validation_loss(line) for line in lines} for arm, lines in arms.items()
-    }
+    losses = {arm: {seed: _validation_loss(line) for seed, line in its.items()} for arm, its in arms.items()}
     parts: list[Part] = [
         (f"perplexity, {arm}, {len(its)} seed{'s' * (len(its) > 1)}", math.exp(statistics.fmean(its.values())), None)
         for arm, its in losses.items()
     ]
-    used = tuple(line for lines in arms.values() for line in lines)
-    apart = {arm: power.differences(its, losses[TOP_K]) for arm, its in losses.items() if arm != TOP_K}
+    used = tuple(line for its in arms.values() for line in its.values())
+    seeds = len(power.differences(losses[ROUNDED], losses[TOP_K]))
     try:
-        if not apart[ROUNDED]:
+        if not seeds:
             raise UserError("the two routings share no seed")
-        deviation = power.pooled_deviation(list(apart.values()))
+        compared, deviation, _ = power.beside_top_k(losses)
     except UserError as error:
         return unmeasured(rows, subject, sentences(str(error), command), parts, used)
-    against = power.compare(apart[ROUNDED], *deviation)
-    limit = f"less than {against.detectable:.4f} nats a token cannot be told by these runs"
+    against = compared[ROUNDED]
+    (low, high), over = against.ci95, f"over {seeds} seed{'s' * (seeds > 1)}"
+    limit = f"less than {against.detectable:.4f} cannot be told by these runs"
     if against.verdict == "not measured":
-        said = f"{against.difference:+.4f} nats [{against.ci95[0]:+.4f}, {against.ci95[1]:+.4f}]"
-        return unmeasured(rows, subject, f"nearest rounding against top-K: {said}; {limit}", parts, used)
-    low, high = against.ci95
+        said = f"validation loss with {ROUNDED} minus with top-K: {against.difference:+.4f} nats a token "
+        said += f"[{low:+.4f}, {high:+.4f}] {over}, so no difference was seen; {limit}"
+        more = f"what more seeds would tell: python -m harness.training.power --plan {deviation:.4f} {2 * seeds}"
+        return unmeasured(rows, subject, sentences(said, more), parts, used)
     number = Number(math.exp(against.difference), (math.exp(low), math.exp(high)), used)
-    remark = f"perplexity with nearest rounding / with top-K, seed by seed: {against.verdict}; {limit}"
+    remark = f"perplexity with {ROUNDED} / with top-K, seed by seed {over}: {against.verdict}; in nats a token, {limit}"
     return measured(rows, entry.claim, subject, number, remark, parts)
 
 
-def _arms(rows: GpuRows, plugin: str) -> dict[str, list[Line]]:
-    """Arm -> its runs, of the set that `quality` is judged by; empty where none has both arms."""
-    sets: dict[tuple[str, ...], dict[tuple[str, int], Line]] = {}
+def _runs(rows: GpuRows, plugin: str) -> Iterator[tuple[tuple[str, ...], str, int, Line]]:
+    """The plugin's runs with a validation as `power.judged` takes them."""
     for line in sorted(rows.every, key=lambda line: line.moment):
         row = line.row
         if (row["record"], row["operation"], row["status"]) != ("measurement", "training_step", "ok"):
             continue
         if row["implementation"] == plugin and not math.isnan(_validation_loss(line)):
-            # Of one arm and seed the newer run counts; what was touched last is the newest set.
             corpus = sorted(note for note in row.get("notes") or () if note.startswith("corpus "))
             key = row["variant"], str(row["shape"]), row["dtype"], *corpus
-            runs = sets.pop(key, {})
-            sets[key] = {**runs, (_arm(row["routing"]), row["routing"]["seed"]): line}
-    arms: dict[str, list[Line]] = {}
-    most = -1
-    for runs in sets.values():
-        found: dict[str, list[Line]] = {}
-        for (arm, _), line in runs.items():
-            found.setdefault(arm, []).append(line)
-        shared = sum((TOP_K, seed) in runs for arm, seed in runs if arm == ROUNDED)
-        if {TOP_K, ROUNDED} <= set(found) and shared >= most:
-            arms, most = found, shared
-    return arms
+            yield key, _arm(row["routing"]), row["routing"]["seed"], line
 
 
 def _validation_loss(line: Line) -> float:

@@ -11,8 +11,10 @@ from harness.report.rows import Stored, latest
 from harness.report.tables import Cell, Column, Place, Table
 from harness.report.text import NONE, count
 
-#: Anchors of the two tables.
-NAME, REASONS = "conformance", "conformance-reasons"
+#: Anchors of the tables.
+NAME, SUMMARY, REASONS = "conformance", "conformance-summary", "conformance-reasons"
+#: What stands where an implementation has met other cases on this machine, and not this one.
+NOT_RUN = "not run"
 #: Statuses besides ok that are no finding.
 EXPECTED = ("unsupported", "not_installed")
 
@@ -29,7 +31,7 @@ def _newest(rows: Sequence[Stored]) -> list[Stored]:
 
 
 def table(rows: Sequence[Stored]) -> Table:
-    """Cases down, implementations across; one machine below the other."""
+    """Cases down, those that nobody met too, implementations across; one machine below the other."""
     newest = _newest(rows)
     names = sorted({stored.text("implementation") for stored in newest})
     found: dict[tuple[str, str], dict[str, Stored]] = {}
@@ -38,15 +40,18 @@ def table(rows: Sequence[Stored]) -> Table:
     symptoms = {line.name: line.symptom for line in LINES}
     lines_of = {case.name: case.lines for case in CASES}
     lines: list[tuple[Cell, ...]] = []
-    # Workers side by side leave rows in any order.
+    here = {(stored.machine, stored.text("implementation")) for stored in newest}
+    # Workers side by side leave rows in any order; cases that this checkout does not know come last.
     machines = list(dict.fromkeys(machine for machine, _ in found))
-    order = {case.name: number for number, case in enumerate(CASES)}
-    places = sorted(found, key=lambda key: (machines.index(key[0]), order.get(key[1], len(order))))
-    for machine, case in places:
-        its = found[machine, case]
+    suite = [case.name for case in CASES]
+    others = [place for place in found if place[1] not in suite]
+    places = [*((machine, case) for machine in machines for case in suite), *others]
+    for machine, case in sorted(places, key=lambda place: machines.index(place[0])):
+        its = found.get((machine, case), {})
         # Nothing where this checkout does not know the case.
         reports = ", ".join(lines_of.get(case, ()))
-        statuses = [its[name].text("status") if name in its else NONE for name in names]
+        absent = {name: NOT_RUN if case in suite and (machine, name) in here else NONE for name in names}
+        statuses = [its[name].text("status") if name in its else absent[name] for name in names]
         symptom = "; ".join(dict.fromkeys(symptoms[line] for line in lines_of.get(case, ())))
         lines.append((machine, case, *statuses, reports, symptom))
     covered = ", ".join(dict.fromkeys(one.line for one in COVERED))
@@ -54,7 +59,8 @@ def table(rows: Sequence[Stored]) -> Table:
         NAME, "Conformance",
         "Public bug reports of MoE kernels, each as its smallest input. ok: output and all gradients agree with the "
         "fp32 reference, and what the case asks for besides holds. Also met by tests of this repository, since they "
-        f"concern measuring or our own kernels: {covered}.",
+        f"concern measuring or our own kernels: {covered}. The suite has {count(len(CASES), 'case')}; {NOT_RUN}: the "
+        "implementation has met others on this machine, and not this one.",
         (Column("GPU", filter=True), Column("case"), *(Column(name, "status") for name in names),
          Column("reports"), Column("symptom", wide=True)),
         tuple(lines), "Nobody has run moebench conformance yet.",
@@ -72,8 +78,7 @@ def reasons(rows: Sequence[Stored]) -> Table:
     # What somebody must look at stands first.
     for (machine, name, status, reason), group in sorted(found.items(), key=lambda item: item[0][2] in EXPECTED):
         cases = [stored.text("variant") for stored in group]
-        which = ", ".join(cases) if len(cases) <= 4 else f"{', '.join(cases[:3])} and {len(cases) - 3} more"
-        lines.append((machine, name, status, which, reason, Place(group[0].file, group[0].line)))
+        lines.append((machine, name, status, _listed(cases), reason, Place(group[0].file, group[0].line)))
     return Table(
         REASONS, "Conformance: what is not ok",
         "Cases of the table above whose status is not ok, those of one reason together, with the first of them.",
@@ -83,15 +88,34 @@ def reasons(rows: Sequence[Stored]) -> Table:
     )  # fmt: skip
 
 
-def in_words(counts: Counter[str]) -> str:
-    """``36 ok, 2 unsupported of 38 cases``."""
+def in_words(counts: Counter[str], not_run: int = 0) -> str:
+    """``36 ok, 2 unsupported of 38 cases``; with cases that were not run ``30 ok, 5 unsupported; 3 of 38 cases not
+    run``."""
     found = sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0]))
-    return f"{', '.join(f'{number:,} {status}' for status, number in found)} of {count(counts.total(), 'case')}"
+    words = ", ".join(f"{number:,} {status}" for status, number in found)
+    total = count(counts.total() + not_run, "case")
+    return f"{words}; {not_run:,} of {total} {NOT_RUN}" if not_run else f"{words} of {total}"
 
 
-def summary(rows: Sequence[Stored]) -> list[tuple[str, str, str]]:
-    """(machine, implementation, statuses of its cases), in the rows' order."""
-    counts: dict[tuple[str, str], Counter[str]] = {}
+def summary(rows: Sequence[Stored]) -> Table:
+    """How many cases each implementation meets on each machine, and which it has not met, in the rows' order."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
     for stored in _newest(rows):
-        counts.setdefault((stored.machine, stored.text("implementation")), Counter())[stored.text("status")] += 1
-    return [(machine, name, in_words(found)) for (machine, name), found in counts.items()]
+        its = found.setdefault((stored.machine, stored.text("implementation")), {})
+        its[stored.text("variant")] = stored.text("status")
+    lines: list[tuple[Cell, ...]] = []
+    for (machine, name), its in found.items():
+        absent = [case.name for case in CASES if case.name not in its]
+        words = in_words(Counter(its.values()), len(absent))
+        lines.append((machine, name, words, _listed(absent) if absent else NONE))
+    return Table(
+        SUMMARY, "Conformance: how many cases",
+        f"Of {count(len(CASES), 'case')} of the suite, those that each implementation has met on each machine.",
+        (Column("GPU", filter=True), Column("implementation", filter=True), Column("cases"),
+         Column(NOT_RUN, wide=True)),
+        tuple(lines), "Nobody has run moebench conformance yet.",
+    )  # fmt: skip
+
+
+def _listed(cases: Sequence[str]) -> str:
+    return ", ".join(cases) if len(cases) <= 4 else f"{', '.join(cases[:3])} and {len(cases) - 3} more"

@@ -84,7 +84,6 @@ class Report:
         layers, layer_gpus: the paper's layers and the GPUs that have rows of them.
         tables: the tables in their order; `table` finds one.
         paired: (GPU, shape) -> official / ours, forward + backward, from ratio rows.
-        conformance: (GPU, implementation, statuses of its cases in words) of the conformance suite.
         base: from the report's folder to the results folder, for links.
         in_table: places of the rows that stand in the tables of measurements and ratios, training's included.
     """
@@ -99,7 +98,6 @@ class Report:
     tables: tuple[Table, ...]
     paired: dict[tuple[str, str], str]
     base: str
-    conformance: tuple[tuple[str, str, str], ...] = ()
     figures: tuple[Figure, ...] = ()
     in_table: frozenset[Place] = field(default_factory=frozenset)
 
@@ -163,7 +161,8 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
             raise UserError(f"--against {against}: no rows there")
         parts.append(tables.against(stored, conformance.split(earlier)[1], plain(against.name or against)))
     parts += [tables.repeated(stored), *found, tables.failures(newest)]
-    parts += [conformance.table(of_suite), conformance.reasons(of_suite)] if of_suite else []
+    if of_suite:
+        parts += [conformance.summary(of_suite), conformance.table(of_suite), conformance.reasons(of_suite)]
     parts += [_implementations(newest), tables.runs(everything)]
     machines = _machines(stored, newest)
     return Report(
@@ -176,7 +175,6 @@ def build(results: Path, output: Path, against: Path | None = None) -> Report:
         layer_gpus=tuple(gpus),
         tables=tuple(table for table in parts if table is not None),
         paired=_paired(newest),
-        conformance=tuple(conformance.summary(of_suite)),
         base=quote(os.fsencode(os.path.relpath(results.resolve(), output.resolve()).replace(os.sep, "/"))),
         in_table=frozenset(in_table),
     )

@@ -20,6 +20,8 @@ from harness.report.text import NONE, count, in_unit, number, one_line, plain
 COLOURS = {"better": "green", "reproduced": "green", "not reproduced": "red", "not measured": "yellow"}
 #: Lines of a list or table before the rest is only counted.
 MOST = 12
+#: Characters of a reason.
+MOST_CHARACTERS = 280
 #: Points on several GPUs.
 MOST_POINTS = 40
 #: Characters that a column of claims needs to be read.
@@ -104,15 +106,23 @@ def _claims(out: Console, report: Report) -> None:
             _line(out, str(name), 2, "bold")
             for (column, _), cell in zip(columns[1:], cells, strict=False):
                 _line(out, f"{column}: {cell.plain if isinstance(cell, Text) else cell}", 4)
-    open_claims = [result for result in report.claims if _reason(result)]
-    _list(out, "Not measured", [f"{result.claim.id}: {_reason(result)}" for result in open_claims], "")
+    _list(out, "Not measured", [line for result in report.claims for line in _reasons(result)], "")
 
 
-def _reason(result: ClaimResult) -> str:
-    """Why nothing was measured of a claim, on whichever GPU; empty where something was."""
-    if any(finding.verdict != "not measured" for finding in result.findings):
-        return ""
-    return next((one_line(plain(finding.reason), 200) for finding in result.findings if finding.reason), "")
+def _reasons(result: ClaimResult) -> list[str]:
+    """Why nothing was measured of a claim, on whichever GPU; none where something was. What was run and told nothing
+    stands first, and then each finding names whose it is."""
+    findings = [finding for finding in result.findings if finding.reason]
+    if not findings or any(finding.verdict != "not measured" for finding in result.findings):
+        return []
+    name = plain(result.claim.id)
+    if not any(finding.rows for finding in findings):
+        return [f"{name}: {one_line(plain(findings[0].reason), MOST_CHARACTERS)}"]
+    return [
+        f"{name}, {plain(finding.gpu)}, {SUBJECTS.get(finding.subject, finding.subject)}: "
+        f"{one_line(plain(finding.reason), MOST_CHARACTERS)}"
+        for finding in sorted(findings, key=lambda finding: not finding.rows)
+    ]
 
 
 def _layers(out: Console, report: Report) -> None:
@@ -212,10 +222,11 @@ def _failures(out: Console, report: Report) -> None:
 
 def _conformance(out: Console, report: Report) -> None:
     """How many cases each implementation meets, and the reasons for what an implementation gets wrong."""
-    if not report.conformance:
+    met = report.table(conformance.SUMMARY)
+    if met is None:
         return
-    columns = [("GPU", "text"), ("implementation", "text"), ("cases", "text")]
-    _table(out, "Conformance", columns, report.conformance)
+    titles = [(column.title, "text") for column in met.columns if column.title != conformance.NOT_RUN]
+    _table(out, "Conformance", titles, [list(map(cell_text, row[: len(titles)])) for row in met.rows])
     table = report.table(conformance.REASONS)
     wrong = [row for row in table.rows if row[2] not in conformance.EXPECTED] if table else []
     for row in wrong[:MOST]:

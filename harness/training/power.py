@@ -16,10 +16,10 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scipy import optimize, stats
 
@@ -29,6 +29,8 @@ from harness.training import log
 
 #: Of the two-sided test: the probability of seeing a difference where none is, and of seeing one that is there.
 ALPHA, POWER = 0.05, 0.8
+#: A run, in whatever form.
+Run = TypeVar("Run")
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,45 @@ def compare(found: Sequence[float], deviation: float, freedom: int) -> Compariso
     return Comparison(difference, ci95, detectable_difference(deviation, len(found), freedom), verdict)
 
 
-def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
+def beside_top_k(losses: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, Comparison], float, int]:
+    """Each arm that shares a seed with top-K beside it; the differences' pooled deviation, and its degrees of freedom.
+
+    Args:
+        losses: arm -> seed -> validation loss.
+
+    Raises:
+        UserError: as `pooled_deviation`.
+    """
+    base = losses.get(TOP_K, {})
+    apart = {arm: differences(its, base) for arm, its in losses.items() if arm != TOP_K}
+    deviation, freedom = pooled_deviation(list(apart.values()))
+    return {arm: compare(its, deviation, freedom) for arm, its in apart.items() if its}, deviation, freedom
+
+
+def in_order(arms: Mapping[str, Mapping[int, Run]]) -> dict[str, Mapping[int, Run]]:
+    """Top-K first, then the arms with most seeds, then by name."""
+    return {arm: arms[arm] for arm in sorted(arms, key=lambda arm: (arm != TOP_K, -len(arms[arm]), arm))}
+
+
+def judged(runs: Iterable[tuple[Hashable, str, int, Run]], arm: str) -> dict[str, Mapping[int, Run]]:
+    """Arm -> seed -> run, of the set by which an arm is judged: of those that hold it and top-K the one in which most
+    seeds have both, of several such sets the one that was touched last. Empty where no set holds both.
+
+    Args:
+        runs: what runs of one set share (all but routing and seed), arm, seed and the run, in the order in which they
+            were made: of one arm and seed the later run counts.
+    """
+    sets: dict[Hashable, dict[str, dict[int, Run]]] = {}
+    for key, its, seed, run in runs:
+        found = sets.pop(key, {})
+        found.setdefault(its, {})[seed] = run
+        sets[key] = found
+    whole = [found for found in sets.values() if {TOP_K, arm} <= set(found)]
+    # Of equals `max` takes the first, so the last touched stands first.
+    return in_order(max(reversed(whole), key=lambda found: len(set(found[TOP_K]) & set(found[arm])), default={}))
+
+
+def arms_of(folders: Sequence[Path]) -> dict[str, Mapping[int, float]]:
     """Arm (`routing_name`) -> seed -> last validation loss; top-K first, then the arms with most seeds.
 
     Raises:
@@ -118,7 +158,7 @@ def arms_of(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
             raise UserError(f"{folder}: {field} = {same[field]!r}, {seen.get(field)!r} in the runs before")
         seen = same
         arms.setdefault(routing_name(config["routing"], config["m_tile"]), {})[config["seed"]] = loss
-    return {arm: arms[arm] for arm in sorted(arms, key=lambda arm: (arm != TOP_K, -len(arms[arm]), arm))}
+    return dict(in_order(arms))
 
 
 def sets_of(folders: Sequence[Path]) -> list[list[Path]]:
@@ -143,19 +183,17 @@ def _run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], float]:
 
 def table(arms: Mapping[str, Mapping[int, float]]) -> list[str]:
     """A line for each arm: its loss, and beside top-K's, where that is among the arms; and one for the seeds."""
-    base = arms.get(TOP_K, {})
-    apart = {arm: differences(losses, base) for arm, losses in arms.items() if arm != TOP_K}
     lines = [
         f"{arm}: {statistics.fmean(its.values()):.4f}, {len(its)} seed{'s' * (len(its) > 1)}"
         for arm, its in arms.items()
     ]
     try:
-        deviation, freedom = pooled_deviation(list(apart.values()))
+        compared, deviation, freedom = beside_top_k(arms)
     except UserError as error:
         return [*lines, f"{error}."]
     for i, arm in enumerate(arms):
-        if apart.get(arm):
-            found = compare(apart[arm], deviation, freedom)
+        if arm in compared:
+            found = compared[arm]
             lines[i] += f"; {found.difference:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}] against top-K: "
             lines[i] += found.verdict
             if found.verdict == "not measured":
