@@ -81,7 +81,9 @@ def up_projection(x: Tensor, w1: Tensor, routing: Routing) -> Tensor:
     if choice.plain:
         tile = tiles.choose(tiles.UP_PROJECTION, d, n, x.element_size(), routing.block_m, halves=2)
         return _ablation_kernels.gathered_gemm(x, w1, routing, True, tile)
-    return _ablation_gluon.gathered_gemm(x, w1, routing, True, choice.options or gluon_up_projection.choose(n))
+    ordered = gluon_gathered.by_expert(2 * n, d, routing.rows // w1.shape[0])
+    options = choice.options or gluon_up_projection.choose(n, ordered_by_expert=ordered)
+    return _ablation_gluon.gathered_gemm(x, w1, routing, True, options)
 
 
 def hidden_gradient(grad_out: Tensor, w2: Tensor, routing: Routing) -> Tensor:
@@ -91,7 +93,8 @@ def hidden_gradient(grad_out: Tensor, w2: Tensor, routing: Routing) -> Tensor:
     if choice.plain:
         tile = tiles.choose(tiles.HIDDEN_GRADIENT, d, n, grad_out.element_size(), routing.block_m)
         return _ablation_kernels.gathered_gemm(grad_out, w2, routing, False, tile)
-    options = choice.options or gluon_hidden_gradient.choose(n)
+    ordered = gluon_gathered.by_expert(n, d, routing.rows // w2.shape[0])
+    options = choice.options or gluon_hidden_gradient.choose(n, ordered_by_expert=ordered)
     return _ablation_gluon.gathered_gemm(grad_out, w2, routing, False, options)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,14 @@ pytest.importorskip("triton")
 
 from triton.experimental.gluon import language as gl
 
-from implementations.sonicmoe_triton import gluon_common, gluon_contiguous, gluon_gathered
+from harness.shapes import MoEShape
+from implementations.sonicmoe_triton import (
+    gluon_common,
+    gluon_contiguous,
+    gluon_gathered,
+    gluon_hidden_gradient,
+    gluon_up_projection,
+)
 from implementations.sonicmoe_triton.gluon_contiguous import by_expert
 
 BLOCK = 128
@@ -81,3 +90,28 @@ def test_which_order_a_contiguous_gemm_takes() -> None:
     assert by_expert(4096, 2048, 2048) and by_expert(4096, 2048, 256)
     assert not by_expert(4096, 2048, 8192) and not by_expert(1536, 512, 256)
     assert gluon_contiguous.choose(4096, 2048, True).by_expert and not gluon_contiguous.choose(4096, 2048).by_expert
+
+
+def test_which_order_a_gathering_gemm_takes() -> None:
+    """As measured (`tune`): the up-projection at 256 and 512 rows of experts of 16.8 MB, not at 1024; dH, whose
+    columns are half as many, by the table alone there."""
+    tuned = json.loads((ROOT / "results" / "nvidia_h200" / "tuning" / "sonicmoe_triton.json").read_text())["measured"]
+    layers = {row["shape"]: MoEShape.parse(row["shape"]) for row in tuned}
+    taken = {}
+    for shape, its in layers.items():
+        ms = {
+            json.dumps(row["options"], sort_keys=True): row["ms"]
+            for row in tuned
+            if (row["shape"], row["kernel"]) == (shape, "up_projection") and "ms" in row
+        }
+        if gluon_gathered.by_expert(2 * its.n, its.d, its.routed_rows // its.E):
+            chosen = {"block_n": 256, "ragged": True, "by_expert": True}
+            taken[shape] = ms["null"] / ms[json.dumps(chosen, sort_keys=True)]
+    assert set(taken) == {"16384,4096,1024,512,8", "16384,4096,1024,256,8"}
+    assert min(taken.values()) > 1.02
+    few = gluon_up_projection.choose(1024, ordered_by_expert=True)
+    assert (few.by_expert, few.ragged, few.tile.block_n) == (True, True, 256)
+    usual = gluon_up_projection.choose(1024)
+    assert not usual.by_expert and not usual.ragged
+    assert gluon_hidden_gradient.choose(2048, ordered_by_expert=True).by_expert
+    assert not gluon_hidden_gradient.choose(2048).by_expert

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from implementations.sonicmoe_triton import tiles
+from implementations.sonicmoe_triton import gluon_contiguous, tiles
 from implementations.sonicmoe_triton.activations import _value_and_slope
 from implementations.sonicmoe_triton.gluon_common import (
     CONSUMER_WARPS,
@@ -76,6 +76,17 @@ class Options:
     slice: int
     ragged: bool
     by_expert: bool
+
+
+#: How much fewer an expert's rows must be than its columns, so that they are better taken again than its weights:
+#: gathering them costs more than loading rows that lie side by side.
+FEW_ROWS = 4
+
+
+def by_expert(columns: int, k: int, rows: int) -> bool:
+    """Whether experts with so many rows each, on average, are better taken column by column; ``k``: what is contracted.
+    Of the contiguous GEMMs `gluon_contiguous.by_expert` says it."""
+    return gluon_contiguous.by_expert(columns, k, FEW_ROWS * rows)
 
 
 @functools.cache

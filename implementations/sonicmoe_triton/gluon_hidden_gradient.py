@@ -40,6 +40,7 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     Plan,
     boxes_of_halves,
     boxes_of_rows,
+    by_expert,
     contract,
     copy_rows,
     gathered_rows,
@@ -189,9 +190,10 @@ def hidden_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def choose(n: int, halves: int = 2) -> Options:
-    """The options for experts of width n: the widest tile that n fills, as many stages as fit."""
-    return make_options(min(256, max(64, next_power_of_2(n))), ragged=True, halves=halves)
+def choose(n: int, halves: int = 2, ordered_by_expert: bool = False) -> Options:
+    """The options for experts of width n: the widest tile that n fills, as many stages as fit; see `by_expert`."""
+    block_n = min(256, max(64, next_power_of_2(n)))
+    return make_options(block_n, ragged=True, halves=halves, by_expert=ordered_by_expert)
 
 
 def hidden_gradient(
@@ -221,7 +223,7 @@ def hidden_gradient(
     scaled_a = torch.empty(rows, n, dtype=dtype, device=device)
     if rows == 0:
         return grad_h, scaled_a, torch.empty(1, 0, dtype=torch.float32, device=device)
-    options = options or choose(n, halves)
+    options = options or choose(n, halves, by_expert(n, d, rows // experts))
     tile = options.tile
     tiles.check_block_m(tile, routing.block_m)
     column_tiles = cdiv(n, tile.block_n)

@@ -39,6 +39,7 @@ from implementations.sonicmoe_triton.gluon_gathered import (
     Plan,
     boxes_of_halves,
     boxes_of_rows,
+    by_expert,
     contract,
     copy_rows,
     gathered_rows,
@@ -162,12 +163,13 @@ def up_projection_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def choose(n: int, halves: int = 2) -> Options:
+def choose(n: int, halves: int = 2, ordered_by_expert: bool = False) -> Options:
     """The options for experts of width n: the widest tile that the halves fill, as many stages as fit.
 
-    Ragged descriptors, through which whole tiles would leave too, cost more here than storing tails from registers."""
+    Ragged descriptors, through which whole tiles would leave too, cost more here than storing tails from registers, but
+    for experts with so few rows that a good part of their tiles are tails; see `by_expert`."""
     units = min(256 // halves, max(64, next_power_of_2(n)))
-    return make_options(halves * units, ragged=False, halves=halves)
+    return make_options(halves * units, ragged=ordered_by_expert, halves=halves, by_expert=ordered_by_expert)
 
 
 def up_projection(
@@ -194,7 +196,7 @@ def up_projection(
     a = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows == 0:
         return h, a
-    options = options or choose(n, halves)
+    options = options or choose(n, halves, by_expert(halves * n, d, rows // experts))
     tile = options.tile
     tiles.check_block_m(tile, routing.block_m)
     columns = tile.block_n // halves
