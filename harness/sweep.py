@@ -22,6 +22,7 @@ The format, every key optional unless marked (*)::
     max_samples = 50
     target_width = 0.01              # relative width of the median's interval
     sampling_s = 1.0                 # seconds
+    pace_below_s = 0.01              # mode "paced": no rest after a sample that takes longer; default: after each one
 
     [shapes]                         # named groups of shapes; a group may name others
     small = ["256,64,32,8,2"]
@@ -93,7 +94,16 @@ EVERY = "*"
 MOST_SEED = 2**32 - 1
 
 _POINT_KEYS = ("dtype", "distributions", "conventions", "methods", "seed", "device", "m_tile")
-_OPTION_KEYS = ("passes", "mode", "time_limit_s", "min_samples", "max_samples", "target_width", "sampling_s")
+_OPTION_KEYS = (
+    "passes",
+    "mode",
+    "time_limit_s",
+    "min_samples",
+    "max_samples",
+    "target_width",
+    "sampling_s",
+    "pace_below_s",
+)
 _KEYS: dict[str, tuple[str, ...]] = {
     "": ("sweep", "defaults", "shapes", "points", "ratios", "fake", "routing"),
     "sweep": ("name", "description", "figure"),
@@ -124,6 +134,7 @@ class SweepOptions:
         mode: ``burst``, ``sustained`` or ``paced``; see `harness.timing.TimingSettings`.
         time_limit_s: a job that takes longer is ended.
         min_samples, max_samples, target_width, sampling_s: when sampling ends; None: the timer's default.
+        pace_below_s: see `harness.timing.TimingSettings`; None: no limit.
     """
 
     passes: tuple[str, ...] = PASSES
@@ -133,6 +144,7 @@ class SweepOptions:
     max_samples: int | None = None
     target_width: float | None = None
     sampling_s: float | None = None
+    pace_below_s: float | None = None
 
     def settings(self) -> dict[str, Any]:
         """Keyword arguments for `harness.timing.TimingSettings`; what the sweep leaves open is absent."""
@@ -143,6 +155,7 @@ class SweepOptions:
             "target_width": self.target_width,
             # The timer's limit is on sampling alone, the sweep's `time_limit_s` on the whole job.
             "time_limit_s": self.sampling_s,
+            "pace_below_s": self.pace_below_s,
         }
         return {key: value for key, value in given.items() if value is not None}
 
@@ -492,6 +505,7 @@ class _Reader:
             ("max_samples", True, 1),
             ("target_width", False, 0.0),
             ("sampling_s", False, 0.0),
+            ("pace_below_s", False, 0.0),
         ):
             if key in table:
                 given[key] = self._number(table[key], f"defaults.{key}", whole, least)

@@ -36,6 +36,8 @@ class TimingSettings:
             see `paced`).
         target_width: stop when the 95 % interval of the median is this narrow, relative to the median.
         time_limit_s: stop after this long, having taken at least ``min_samples``.
+        pace_below_s: in the mode ``paced`` a sample that takes this long or longer is followed by no rest; None: all
+            are. It is about a layer that meets the power cap within a single sample whatever came before.
     """
 
     mode: str = "burst"
@@ -44,6 +46,7 @@ class TimingSettings:
     target_width: float = 0.01
     time_limit_s: float = 1.0
     heat_s: float = 2.0
+    pace_below_s: float | None = None
 
 
 @dataclass
@@ -163,7 +166,8 @@ def paced(
         sleep(rest_s)
         start = clock()
         sample = take(index)
-        rest_s = REST * (clock() - start)
+        took_s = clock() - start
+        rest_s = REST * took_s if settings.pace_below_s is None or took_s < settings.pace_below_s else 0.0
         return sample
 
     return rested

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from harness import record
 from harness.conformance import CASES
 from harness.correctness import TOLERANCES, WORST_PART
 from harness.registry import ROOT
+from harness.sweep import SweepOptions
 from harness.timing import CLOCK_BAND, TimingSettings
 
 DOCS = ROOT / "docs"
@@ -201,7 +203,7 @@ def test_what_the_method_names_exists() -> None:
     text = (DOCS / "method.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(_?[a-z]\w*_\w+|[A-Z]\w*(?:\.\w+)?|judge)`", text))
     keys = {name.split(".")[-1] for name in documented()} | set(record.STATUSES) | {"interval_width", "training_step"}
-    keys |= {*record.PASSES, "max_samples", "time_limit"}
+    keys |= {*record.PASSES, "max_samples", "time_limit", *(option.name for option in fields_of(SweepOptions))}
     unknown = sorted(name for name in named if name.split(".")[-1] not in defined | keys)
     assert not unknown, f"docs/method.md names {', '.join(unknown)}"
     assert {"measure_point", "sample_until", "median_interval", "judge", "CLOCK_BAND"} <= named

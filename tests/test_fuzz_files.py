@@ -90,6 +90,7 @@ SWEEP_TREES.append({
         "dtype": "bfloat16", "distributions": ["uniform"], "conventions": ["topk_softmax"], "methods": ["top_k"],
         "seed": 0, "device": "cpu", "m_tile": 128, "passes": ["forward"], "mode": "burst", "time_limit_s": 600,
         "min_samples": 10, "max_samples": 50, "target_width": 0.01, "sampling_s": 1.0,
+        "pace_below_s": 0.01,
     },
     "shapes": {"small": ["256,64,32,8,2"], "both": ["small", {"T": 8, "d": 8, "n": 8, "E": 4, "K": 2}]},
     "points": [{"implementations": ["torch_loop"], "shapes": ["both"]}, {"implementations": "*", "shapes": "small"}],

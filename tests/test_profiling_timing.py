@@ -268,6 +268,11 @@ def test_a_paced_call_rests_as_long_as_the_last_one_asks_for() -> None:
     take = paced(glass.take, settings(mode="paced"), lambda: glass.now, glass.sleep)
     assert [take(index) for index in range(4)] == [(float(index), 1.0) for index in range(4)]
     assert glass.slept == pytest.approx([FIRST_REST_S, REST * 0.001, REST * 0.002, REST * 0.003])
+    # Of calls of 1, 2, 3 ms those below the limit.
+    glass.slept = []
+    take = paced(glass.take, settings(mode="paced", pace_below_s=0.0025), lambda: glass.now, glass.sleep)
+    assert len([take(index) for index in range(4)]) == 4
+    assert glass.slept == pytest.approx([FIRST_REST_S, REST * 0.001, REST * 0.002, 0.0])
     for mode in ("burst", "sustained"):
         assert paced(glass.take, settings(mode=mode)) == glass.take
 

@@ -129,7 +129,9 @@ def test_defaults_entries_and_tables(tmp_path: Path) -> None:
 dtype = ["float32", "float16"]
 device = "cpu"
 passes = ["backward", "forward"]
+mode = "paced"
 sampling_s = 2
+pace_below_s = 0.01
 seed = 3
 [shapes]
 all = ["few", "16,8,8,4,1"]
@@ -169,7 +171,7 @@ passes = ["forward"]
     assert sweep.points[0].layer.router_convention == "softmax_topk" and sweep.points[0].routing.seed == 3
     assert sweep.points[-1].implementation == "scattermoe" and sweep.points[-1].device == "cuda"
     assert sweep.options.passes == ("forward", "backward")
-    assert sweep.options.settings() == {"mode": "burst", "time_limit_s": 2}
+    assert sweep.options.settings() == {"mode": "paced", "time_limit_s": 2, "pace_below_s": 0.01}
     assert len(sweep.ratios) == 2 * 3 and sweep.ratios[0].is_a_a
     ratio = sweep.ratios[1]
     assert ratio.numerator_point.implementation == "sonicmoe_torch"
