@@ -71,9 +71,11 @@ def test_a_layer_that_was_not_tuned_is_said(table: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.parametrize(
     "text",
-    ["", '{"key": ["torch.Size([8, 8])"', "[]", '{"key": 7, "configs_timings": []}',
-     '{"configs_timings": [["c", [1.0]]]}', '{"key": ["a"], "configs_timings": [["c", []]]}', '{"key": [1], "configs_timings": [["c", [1.0]]]}',
-     '{"key": ["a"], "configs_timings": [["c", [Infinity]]]}', "\0\0"],
+    [
+        "", "[]", "\0\0", '{"key": ["torch.Size([8, 8])"', '{"key": 7, "configs_timings": []}',
+        '{"configs_timings": [["c", [1.0]]]}', '{"key": ["a"], "configs_timings": [["c", []]]}',
+        '{"key": [1], "configs_timings": [["c", [1.0]]]}', '{"key": ["a"], "configs_timings": [["c", [Infinity]]]}',
+    ],
 )  # fmt: skip
 def test_a_cache_entry_that_cannot_be_read_costs_only_itself(table: dict[str, Any], text: str, tmp_path: Path) -> None:
     fill(tmp_path, table["winners"])
