@@ -225,7 +225,7 @@ def test_paced_mode_rests_before_each_kind_of_sample(allow_graph: bool, monkeypa
     paced = {"mode": "paced", "min_samples": 12, "max_samples": 12}
     rows = list(measure_point(point, PASSES, plugin, bases(), context_of(**paced), allow_graph=allow_graph))
     assert {row["latency_ms"]["mode"] for row in rows} == {"paced"}
-    assert slept.count(timing.FIRST_REST_S) == 2 + allow_graph and len(slept) >= 12 * (1 + allow_graph) + 9
+    assert slept.count(timing.FIRST_REST_S) >= 2 + allow_graph and len(slept) >= 12 * (1 + allow_graph) + 9
     slept.clear()
     rows = list(measure_ratio((point, point), PASSES, plugin, plugin, bases("ratio"), context_of(**paced), allow_graph))
     assert {row["basis"] for row in rows} == {"graph" if allow_graph else "busy"}
