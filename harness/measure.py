@@ -42,6 +42,7 @@ from harness.timing import (
     clock_fields,
     heat,
     interleaved,
+    paced,
     pair_order,
     sample_steadily,
     sample_until,
@@ -303,7 +304,7 @@ def measure_point(
         host = sample_steadily(host_calls, settings, context.monitor)
         context.phase("profile")
         order: list[str] = []
-        windowed = WindowedCalls("p", built.layer, built.problems, context.evict, order)
+        windowed = paced(WindowedCalls("p", built.layer, built.problems, context.evict, order), settings)
 
         def profiled() -> None:
             # The first call under the profiler carries its own start-up.
@@ -327,6 +328,8 @@ def measure_point(
         cpu_calls = CpuCalls(built.layer, built.problems)
         cpu_calls(0)
         compilations = CompilationCounter()
+        if settings.mode == "sustained":
+            heat(cpu_calls, settings.heat_s)
         host = sample_until(cpu_calls, settings, None)
         compiled_while_timing = compilations.since_start()
         with context.timed("correctness", phase="check after timing"):
@@ -574,14 +577,17 @@ def measure_ratio(
         context.phase("profile")
         order: list[str] = []
         windowed = [
-            WindowedCalls(tag, b.layer, b.problems, context.evict, order) for tag, b in zip("nd", builts, strict=True)
+            paced(WindowedCalls(tag, b.layer, b.problems, context.evict, order), context.settings)
+            for tag, b in zip("nd", builts, strict=True)
         ]
         count = max(context.settings.min_samples, 12)
         for index in range(2):
             windowed[0](index)
             windowed[1](index)
-        order.clear()
         compilations = CompilationCounter()
+        if context.settings.mode == "sustained":
+            heat(lambda index: windowed[index % 2](index), context.settings.heat_s)
+        order.clear()
 
         def alternating() -> None:
             for index, first in enumerate(pair_order(count)):

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from harness.errors import UserError, one_line
 from harness.interface import Point
-from harness.record import REQUIRED, RecordError, Row, check, clean, validate
+from harness.record import MODES, REQUIRED, RecordError, Row, check, clean, validate
 
 #: A row with one of these statuses needs no second run; every other failure is worth another try.
 FINAL_STATUSES = ("ok", "unsupported")
@@ -31,6 +31,7 @@ _IDENTIFYING = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
     "denominator_routing",
     "numerator_label",
     "denominator_label",
+    "mode",
 }
 #: How every line begins that `append` writes.
 _START = b'{"schema":'
@@ -154,6 +155,11 @@ def keep(path: Path | str, row: Mapping[str, Any]) -> dict[str, Any]:
         return dict(row)
     except RecordError as error:
         kept = {key: value for key, value in row.items() if key in _IDENTIFYING}
+        times = row.get("latency_ms")
+        mode = times.get("mode") if isinstance(times, Mapping) else None
+        if mode in MODES and mode != "burst":
+            # Else it would take the place of the same point in a burst.
+            kept["mode"] = mode
         kept |= {"status": "crashed", "reason": f"the row breaks the rules of the record: {error}"}
         append(path, kept)
         return kept

@@ -141,7 +141,8 @@ def sample_steadily(
 
 
 #: How long the card rests before a paced sample, as a multiple of what the last one took, and before the first, in
-#: seconds. At a quarter of its load no layer reaches the power cap on average: a sample finds the highest clock.
+#: seconds. At a quarter of its load no layer reaches the power cap on average, so that a sample should find the highest
+#: clock.
 REST, FIRST_REST_S = 3.0, 0.2
 
 

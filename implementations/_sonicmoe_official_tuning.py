@@ -10,6 +10,7 @@ plugin takes it. Nothing else may run on the GPU meanwhile.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from harness.errors import UserError
 from harness.interface import Point
 from harness.operations import get_operation
 from harness.record import utc_now
-from harness.registry import ROOT, installed_reason, load_registry
+from harness.registry import ROOT, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
 from implementations.sonicmoe_official import committed_tuning
 
@@ -55,14 +56,19 @@ def gemms_of(shape: MoEShape) -> dict[tuple[str, tuple[tuple[int, ...], ...]], s
 
 
 def collect(cache: Path, shapes: Sequence[MoEShape]) -> Iterator[dict[str, Any]]:
-    """The winners for these shapes in quack's cache folder, in bfloat16, shape by shape in the order of `GEMMS`.
+    """The winners for these shapes in quack's cache folder, in bfloat16, shape by shape in the order of `GEMMS`; of
+    several entries for one GEMM (the folder may have seen other versions of quack) the one that was written last.
 
     Raises:
-        UserError: a GEMM of a shape that the folder has no entry of.
+        UserError: a GEMM of a shape that the folder has no entry of, or none that can be read.
     """
     entries = []
-    for path in sorted(cache.glob("*/*.autotune.json")):
-        entry = json.loads(path.read_text())
+    broken = []
+    for path in sorted(cache.glob("*/*.autotune.json"), key=lambda path: (path.stat().st_mtime_ns, path)):
+        entry = _entry(path)
+        if entry is None:
+            broken.append(path)
+            continue
         dtypes = [part for part in entry["key"] if part.startswith("torch.") and "Size" not in part]
         if dtypes and dtypes[0] == "torch.bfloat16":
             entries.append((path, entry))
@@ -76,8 +82,22 @@ def collect(cache: Path, shapes: Sequence[MoEShape]) -> Iterator[dict[str, Any]]
                 found[gemm] = _winner(str(shape), gemm, path, entry)
         missing = [gemm for gemm in GEMMS if gemm not in found]
         if missing:
-            raise UserError(f"{cache}: no entry for {', '.join(missing)} at {shape}; was the layer built in bfloat16?")
+            why = "was the layer built in bfloat16?"
+            if broken:
+                why = f"entries that cannot be read, to be removed before the next try: {', '.join(map(str, broken))}"
+            raise UserError(f"{cache}: no entry for {', '.join(missing)} at {shape}; {why}")
         yield from (found[gemm] for gemm in GEMMS)
+
+
+def _entry(path: Path) -> dict[str, Any] | None:
+    """An entry of the cache; None where it is none, cut short by an interruption say, or timed no tile."""
+    try:
+        entry = json.loads(path.read_text())
+        timings = [[config, ms] for config, ms in entry["configs_timings"] if math.isfinite(ms[0])]
+        texts = all(isinstance(part, str) for part in entry["key"])
+        return {**entry, "key": list(entry["key"]), "configs_timings": timings} if texts and timings else None
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
 
 
 def _winner(shape: str, gemm: str, path: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,16 +123,21 @@ def merged(tuning: Mapping[str, Any], winners: Sequence[Mapping[str, Any]], wher
     Raises:
         UserError: the table is of other packages.
     """
-    if tuning and tuning["packages"] != where["packages"]:
-        raise UserError(
-            f"the table holds choices of {_versions(tuning['packages'])}, and here is {_versions(where['packages'])}: "
-            "remove it or install those"
-        )
+    check_packages(tuning, where["packages"])
     made = dict(tuning) or {**where, "method": "quack's own tuner; the fastest tile of each GEMM", "aggregation": []}
     of_now = {key: where[key] for key in ("date", "driver")}
     shapes = {winner["shape"] for winner in winners}
     kept = [winner for winner in tuning.get("winners", ()) if winner["shape"] not in shapes]
     return {**made, "winners": [*kept, *({**winner, **of_now} for winner in winners)]}
+
+
+def check_packages(tuning: Mapping[str, Any], packages: Mapping[str, Any]) -> None:
+    """Raises `UserError` where the table holds choices of other versions than these."""
+    if tuning and tuning["packages"] != packages:
+        raise UserError(
+            f"the table holds choices of {_versions(tuning['packages'])}, and here is {_versions(packages)}: "
+            "remove it or install those"
+        )
 
 
 def _versions(packages: Mapping[str, Any]) -> str:
@@ -130,51 +155,73 @@ def text_of(tuning: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def _point(shape: MoEShape) -> Point:
+    return Point("moe_layer", NAME, shape, dtype="bfloat16", device="cuda")
+
+
 def _build(shape: MoEShape) -> None:
     """Build the layer there, which tunes it."""
     import torch
 
-    operation = get_operation("moe_layer")
-    point = Point("moe_layer", NAME, shape, dtype="bfloat16", device="cuda")
-    load_registry().get(NAME).build(operation.make_problem(point, "cuda"))
-    torch.cuda.synchronize()
+    try:
+        problem = get_operation("moe_layer").make_problem(_point(shape), "cuda")
+        load_registry().get(NAME).build(problem)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"shape {shape}: {str(error).splitlines()[0]}") from error
     torch.cuda.empty_cache()
 
 
-def tune(shapes: Sequence[str]) -> Path:
-    """Tune at each shape and write the table; returns its path.
+def tune(shapes: Sequence[str]) -> tuple[Path, int]:
+    """Tune at each shape and write the table; returns its path, and of how many GEMMs it has new entries.
 
     Raises:
-        UserError: a shape that is none, no GPU, the package is missing, or the table is of other packages.
+        UserError: a shape that is none or that the plugin refuses, no GPU, the package is missing, or the table is of
+            other packages or cannot be read or written.
     """
-    asked = [MoEShape.parse(shape) for shape in dict.fromkeys(shapes)]
+    asked = list(dict.fromkeys(map(MoEShape.parse, shapes)))
     gpu = gpu_name()
     if gpu is None:
-        raise UserError("tuning measures on a GPU, and this machine has none")
-    if reason := installed_reason(load_registry().get(NAME)):
+        raise UserError("the tiles are timed on a GPU, and this machine has none")
+    plugin = load_registry().get(NAME)
+    for shape in asked:
+        if refused := refusal(plugin, _point(shape)):
+            raise UserError(f"shape {shape}: {refused[1]}")
+    if reason := installed_reason(plugin):
         raise UserError(f"{NAME} is not installed: {reason}")
     path, tuning = committed_tuning(gpu)
-    for shape in asked:
-        _build(shape)
     machine = environment("cuda")
     # Of torch the whole version, CUDA's included.
     packages = {name: package_version(name) for name in PACKAGES} | {"torch": machine["torch"]}
+    # Tuning takes minutes: what would keep its outcome from being written is said before.
+    check_packages(tuning, packages)
+    for shape in asked:
+        _build(shape)
     where = {"gpu": gpu, "date": utc_now()[:10], "driver": str(machine.get("driver")), "packages": packages}
     found = list(collect(Path(os.environ["QUACK_CACHE_DIR"]), asked))
-    target = ROOT / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text_of(merged(tuning, found, where)))
-    return target
+    write(ROOT / path, merged(tuning, found, where))
+    return ROOT / path, len(found)
+
+
+def write(path: Path, tuning: Mapping[str, Any]) -> None:
+    """Write the table whole or not at all. Raises `UserError` where it cannot be written."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text_of(tuning))
+        beside.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def main(shapes: Annotated[list[str], typer.Argument(metavar="T,d,n,E,K...", help="Layers to tune at.")]) -> None:
     """Tune the official kernels at these layers and keep what was chosen."""
     try:
-        path = tune(shapes)
+        path, number = tune(shapes)
     except UserError as error:
         typer.echo(f"tuning: {error}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(f"{len(shapes) * len(GEMMS)} GEMMs -> {path}")
+    typer.echo(f"{number} GEMMs -> {path}")
 
 
 if __name__ == "__main__":

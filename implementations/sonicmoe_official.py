@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.documents import load_json
+from harness.errors import UserError
 from harness.interface import KERNELS, Implementation, Layer, Point, Problem
 from harness.token_rounding import GeneralRouting
 from implementations import _sonicmoe_official_kernels
@@ -30,11 +32,39 @@ CONVENTIONS = {
 }
 
 
+#: The table's lists, with what each of their entries must have: (key, type).
+_ENTRIES: dict[str, tuple[tuple[str, type], ...]] = {
+    "aggregation": (("key", list), ("config", dict)),
+    "winners": (("shape", str), ("gemm", str), ("file", str), ("key", list), ("configs_timings", list)),
+}
+
+
 def committed_tuning(gpu: str) -> tuple[Path, dict[str, Any]]:
-    """The committed tile choices for a GPU: where they lie below the repository's root, and what they say."""
+    """The committed tile choices for a GPU: where they lie below the repository's root, and what they say; nothing
+    where there are none.
+
+    Raises:
+        UserError: the file is not such a table; the message names it.
+    """
     root = Path(__file__).resolve().parent.parent
     path = root / "results" / gpu.lower().replace(" ", "_") / "tuning" / "sonicmoe_official.json"
-    return path.relative_to(root), json.loads(path.read_text()) if path.is_file() else {}
+    return path.relative_to(root), read_tuning(path) if path.is_file() else {}
+
+
+def read_tuning(path: Path) -> dict[str, Any]:
+    """The table in a file. Raises `UserError` as `committed_tuning`."""
+    table = load_json(path)
+    if not isinstance(table, dict) or not isinstance(table.get("packages"), dict):
+        raise UserError(f"{path}: no table of tuned tiles: must be an object with the packages' versions")
+    for name, wanted in _ENTRIES.items():
+        entries = table.get(name, [])
+        if not isinstance(entries, list):
+            raise UserError(f"{path}: {name}: must be a list")
+        for number, entry in enumerate(entries, 1):
+            for key, kind in wanted:
+                if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
+                    raise UserError(f"{path}: {name}[{number}]: {key} is missing or malformed")
+    return table
 
 
 class SonicMoEOfficialLayer(Layer):

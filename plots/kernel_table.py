@@ -51,6 +51,7 @@ def lines(rows: Iterable[Row]) -> list[str]:
         if (
             row["record"] == "measurement"
             and row["status"] == "ok"
+            and (row.get("latency_ms") or {}).get("mode", "burst") == "burst"
             and row["pass"] == "forward_backward"
             and row["implementation"] in (OFFICIAL, OURS)
             and row.get("kernels")

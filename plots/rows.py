@@ -308,6 +308,7 @@ def bound(rows: pd.DataFrame, variant: str, direction: str, shape: str) -> float
         & (rows["pass"] == direction)
         & (rows["shape"] == shape)
         & (rows["measured_on"] == "cuda")
+        & (rows["mode"] == "burst")
         & rows["status"].isin(NUMBERS_ALLOWED)
         & rows["tflops"].notna()
     ]

@@ -157,10 +157,14 @@ class Gate:
         self.tree: dict[str, Any] = machine()
         monkeypatch.setattr(gate, "run_sweep", lambda *args, **kwargs: self.gpu.run_sweep(*args, **kwargs))
         monkeypatch.setattr(gate, "gpu_name", lambda: self.name)
-        monkeypatch.setattr(gate, "environment", lambda measured_on: self.tree)
+        monkeypatch.setattr(gate, "environment", self.environment)
         monkeypatch.setattr(gate, "BASELINES", folder / "baselines")
         monkeypatch.setattr(gate, "load_registry", registry)
         monkeypatch.setattr(gate, "load_sweep", lambda name, registry: ci())
+
+    def environment(self, measured_on: str, packages: tuple[str, ...] = (), initialise_cuda: bool = True) -> Any:
+        assert measured_on == "fake" or not initialise_cuda, "the gate's own process stays off CUDA"
+        return self.tree
 
     def run(self, gpu: FakeGpu | None = None, **options: Any) -> tuple[int, str]:
         self.gpu = gpu or FakeGpu()

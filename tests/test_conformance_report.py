@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from fake_conformance import MET, StubWorker, run_suite
 from rich.console import Console
 
 from harness.conformance import CASES, OPERATION, command, get_case
 from harness.registry import default_registry
-from harness.report import data, html, markdown, terminal
+from harness.report import conformance, data, html, markdown, terminal
+from harness.report.rows import read
 from harness.report.tables import cell_text
 
 
@@ -41,6 +44,14 @@ def test_the_report_has_a_table_of_cases_and_one_of_reasons(made: data.Report) -
     assert met is not None and [cell_text(cell) for cell in met.rows[0]][1:] == [
         "torch_loop", f"{len(CASES) - 3} ok, 1 crashed, 2 unsupported of {len(CASES)} cases", "–",
     ]  # fmt: skip
+
+
+def test_reasons_of_one_implementation_stand_together() -> None:
+    """Workers side by side have left the committed rows of several implementations mixed."""
+    stored, _ = read(ROOT / "results" / "nvidia_h200" / "conformance.jsonl")
+    assert len(list(groupby(one.text("implementation") for one in stored))) > 10
+    names = [row[1] for row in conformance.reasons(stored).rows]
+    assert [name for name, _ in groupby(names)] == ["sonicmoe_triton", "deepgemm_pp", "deepgemm"]
 
 
 def test_cases_that_were_not_run_are_counted_and_named(

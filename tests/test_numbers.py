@@ -168,6 +168,30 @@ def test_markers_must_be_there() -> None:
         numbers.with_numbers("no table here", [])
 
 
+def test_rows_that_were_not_timed_in_a_burst_change_no_number() -> None:
+    """Rows of another mode, newer than all others and with other times, of every point."""
+    others = []
+    for row in COMMITTED:
+        if row["operation"] == "training_step" or row["status"] != "ok" or row["measured_on"] != "cuda":
+            continue
+        other = {**row, "timestamp": "2040-01-01T00:00:00+00:00"}
+        if row["record"] == "ratio":
+            others.append({**other, "mode": "paced", "value": 3.0, "ci95": [2.9, 3.1]})
+            continue
+        for time in ("latency_ms", "device_ms", "busy_ms"):
+            if time in row:
+                other[time] = {**row[time], "median": 3 * row[time]["median"]}
+        if "latency_ms" not in row:
+            continue  # of the conformance suite
+        other["latency_ms"]["mode"] = "sustained"
+        others.append({**other, "kernels": [{**kernel, "us": 3 * kernel["us"]} for kernel in row.get("kernels", [])]})
+    assert len(others) > 1000
+    assert numbers.lines(rows.frame([*COMMITTED, *others])) == numbers.lines(rows.frame(COMMITTED))
+    assert kernel_table.lines([*COMMITTED, *others]) == kernel_table.lines(COMMITTED)
+    bound = "gemm", "forward", rows.HEADLINE_SHAPE
+    assert rows.bound(rows.frame([*COMMITTED, *others]), *bound) == rows.bound(rows.frame(COMMITTED), *bound) > 0
+
+
 def test_without_rows_the_table_is_empty() -> None:
     assert len(numbers.lines(rows.frame([]))) == 2
 

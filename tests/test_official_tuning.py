@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from harness.errors import UserError
 from harness.shapes import MoEShape
 from implementations import _sonicmoe_official_tuning as official_tuning
 from implementations._sonicmoe_official_tuning import GEMMS, collect, gemms_of, merged, sizes_of, text_of
+from implementations.sonicmoe_official import committed_tuning, read_tuning
 
 TABLE = ROOT / "results" / "nvidia_h200" / "tuning" / "sonicmoe_official.json"
 HEADLINE = "24576,1536,256,128,8"
@@ -65,6 +67,74 @@ def test_a_layer_that_was_not_tuned_is_said(table: dict[str, Any], tmp_path: Pat
     fill(tmp_path, [winner for winner in table["winners"] if winner["gemm"] != "dX"])
     with pytest.raises(UserError, match=f"no entry for dX at {HEADLINE}"):
         list(collect(tmp_path, [MoEShape.parse(HEADLINE)]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "\0\0", '{"key": ["torch.Size([8, 8])"', '{"key": 7, "configs_timings": []}',
+        '{"configs_timings": [["c", [1.0]]]}', '{"key": ["a"], "configs_timings": [["c", []]]}',
+        '{"key": [1], "configs_timings": [["c", [1.0]]]}', '{"key": ["a"], "configs_timings": [["c", [Infinity]]]}',
+    ],
+)  # fmt: skip
+def test_a_cache_entry_that_cannot_be_read_costs_only_itself(table: dict[str, Any], text: str, tmp_path: Path) -> None:
+    fill(tmp_path, table["winners"])
+    broken = tmp_path / "cut" / "gemm_tuned.autotune.json"
+    broken.parent.mkdir()
+    broken.write_text(text)
+    shape = MoEShape.parse(HEADLINE)
+    assert [winner["gemm"] for winner in collect(tmp_path, [shape])] == list(GEMMS)
+    own = next(winner for winner in table["winners"] if (winner["shape"], winner["gemm"]) == (HEADLINE, "dW2"))
+    (tmp_path / own["file"]).write_text(text)
+    with pytest.raises(UserError, match=r"no entry for dW2 at .* cannot be read.*cut") as caught:
+        list(collect(tmp_path, [shape]))
+    assert own["file"] in str(caught.value)
+
+
+def test_a_tile_that_could_not_be_timed_does_not_win(table: dict[str, Any], tmp_path: Path) -> None:
+    fill(tmp_path, table["winners"])
+    own = next(winner for winner in table["winners"] if (winner["shape"], winner["gemm"]) == (HEADLINE, "up"))
+    ((config, ms),) = own["configs_timings"]
+    timings = [["config: broken", [float("nan")] * 3], [config, ms], ["config: late", [float("inf")] * 3]]
+    (tmp_path / own["file"]).write_text(json.dumps({"key": own["key"], "configs_timings": timings}))
+    assert next(collect(tmp_path, [MoEShape.parse(HEADLINE)]))["configs_timings"] == [[config, ms]]
+
+
+def test_of_two_entries_for_one_gemm_the_last_written_counts(table: dict[str, Any], tmp_path: Path) -> None:
+    """Other versions of quack leave theirs in folders of another name."""
+    fill(tmp_path, table["winners"])
+    own = next(winner for winner in table["winners"] if (winner["shape"], winner["gemm"]) == (HEADLINE, "up"))
+    for folder, age_s in (("AAAA", 100), ("ZZZZ", 200)):
+        stale = tmp_path / folder / own["file"].split("/")[1]
+        stale.parent.mkdir()
+        stale.write_text(json.dumps({"key": own["key"], "configs_timings": [["config: stale", [0.001] * 3]]}))
+        then = (tmp_path / own["file"]).stat().st_mtime - age_s
+        os.utime(stale, (then, then))
+    assert next(collect(tmp_path, [MoEShape.parse(HEADLINE)]))["file"] == own["file"]
+
+
+def test_two_shapes_may_share_gemms(table: dict[str, Any], tmp_path: Path) -> None:
+    """Equal rows and widths: the GEMMs over contiguous rows are the same, those that gather from other tokens are not.
+    K need be no power of two."""
+    first, second = MoEShape(1280, 256, 128, 32, 10), MoEShape(2560, 256, 128, 32, 5)
+    names = {gemm: winner["file"].split("/")[1] for winner in table["winners"] for gemm in [winner["gemm"]]}
+    written = set()
+    for shape in (first, second):
+        for (function, sizes), gemm in gemms_of(shape).items():
+            assert names[gemm] == f"{function}.autotune.json"
+            key = [text for size in sizes for text in (f"torch.Size({list(size)})", "[2, 1]", "torch.bfloat16")]
+            folder = tmp_path / re.sub(r"\W+", "_", " ".join(key))
+            folder.mkdir(exist_ok=True)
+            entry = {"key": key, "configs_timings": [[f"config: {sizes}", [1.0, 0.9, 1.1]]]}
+            (folder / names[gemm]).write_text(json.dumps(entry))
+            written.add(f"{folder.name}/{names[gemm]}")
+    assert len(written) == 10
+    found = list(collect(tmp_path, [first, second]))
+    assert [(winner["shape"], winner["gemm"]) for winner in found] == [
+        (str(shape), gemm) for shape in (first, second) for gemm in GEMMS
+    ]
+    by_gemm = [{winner["gemm"]: winner["file"] for winner in found[start : start + 6]} for start in (0, 6)]
+    assert {gemm for gemm in GEMMS if by_gemm[0][gemm] == by_gemm[1][gemm]} == {"down", "dX"}
 
 
 def test_new_winners_take_the_place_of_the_old_of_their_shape(table: dict[str, Any]) -> None:
@@ -121,8 +191,58 @@ def test_tuning_writes_what_building_left_in_the_cache(
         "_build": build,
     }.items():
         monkeypatch.setattr(official_tuning, name, replacement)
-    path = official_tuning.tune([HEADLINE, HEADLINE])
+    path, number = official_tuning.tune([HEADLINE, HEADLINE, HEADLINE.replace(",", ", ")])
     found = json.loads(path.read_text())
-    assert path == tmp_path / "tuning.json" and built == [HEADLINE]
+    assert path == tmp_path / "tuning.json" and built == [HEADLINE] and number == 6
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["tuning.json"]
     assert len(found["winners"]) == len(table["winners"])
     assert [winner["candidates"] for winner in found["winners"][-6:]] == [3] * 6
+    # What would be refused at the end is refused before anything is tuned.
+    monkeypatch.setattr(official_tuning, "package_version", {**versions, "quack-kernels": "9.9"}.get)
+    with pytest.raises(UserError, match="remove it or install those"):
+        official_tuning.tune([HEADLINE])
+    with pytest.raises(UserError, match=r"shape 64,60,64,8,2: .* must divide by 8"):
+        official_tuning.tune([HEADLINE, "64,60,64,8,2"])
+    assert built == [HEADLINE]
+
+
+def test_a_table_that_cannot_be_written_is_one_line_and_the_old_one_stays(
+    table: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text("old")
+
+    def full(self: Path, text: str) -> int:
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=r"tuning\.json: cannot be written: No space left"):
+        official_tuning.write(path, table)
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"packages": {}, "winn', "not valid JSON"),
+        ("[]", "no table of tuned tiles"),
+        ('{"winners": []}', "no table of tuned tiles"),
+        ('{"packages": {}, "winners": {}}', "winners: must be a list"),
+        ('{"packages": {}, "winners": [{"shape": "1,1,1,1,1"}]}', r"winners\[1\]: gemm is missing or malformed"),
+        ('{"packages": {}, "winners": [7]}', r"winners\[1\]: shape is missing or malformed"),
+        ('{"packages": {}, "aggregation": [{"key": [1]}]}', r"aggregation\[1\]: config is missing or malformed"),
+    ],
+)
+def test_a_malformed_table_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "sonicmoe_official.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"sonicmoe_official\.json: .*{message}") as caught:
+        read_tuning(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_committed_table_is_one(table: dict[str, Any]) -> None:
+    assert committed_tuning(table["gpu"]) == (TABLE.relative_to(ROOT), table)
+    assert committed_tuning("Another GPU")[1] == {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RightLayer, problem_of
+from conftest import RightLayer, point_of, problem_of
 
 from harness import measure, timing
 from harness.correctness import forward_backward
@@ -23,6 +23,8 @@ from harness.profiling import (
     kernels_in_windows,
     union_ns,
 )
+from harness.record import MODES
+from harness.registry import default_registry
 from harness.statistics import ratio_interval
 from harness.timing import (
     FIRST_REST_S,
@@ -287,6 +289,18 @@ def test_samples_and_pairs_are_paced_where_it_is_asked_for(monkeypatch: pytest.M
         assert len(samples.forward) == 6 and len(glass.slept) == rests
     interleaved(glass.take, glass.take, settings(mode="paced", max_samples=6))
     assert len(glass.slept) == 6 + 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cpu_is_heated_before_sustained_samples_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heated: list[float] = []
+    monkeypatch.setattr(measure, "heat", lambda call, seconds: heated.append(seconds))
+    context = Context(lambda _: None, TimingSettings(mode, min_samples=2, max_samples=2, heat_s=0.5))
+    point = point_of("8,8,8,2,1", name="torch_loop")
+    bases = {"forward": {"record": "measurement", "pass": "forward", "mode": mode}}
+    (row,) = measure.measure_point(point, ("forward",), default_registry().get("torch_loop"), bases, context)
+    assert heated == [0.5] * (mode == "sustained")
+    assert row["latency_ms"]["mode"] == mode and "mode" not in row
 
 
 def test_clock_drift_and_fields() -> None:

@@ -80,6 +80,25 @@ def test_second_looks_of_all_rounds_are_one_sweep_and_each_round_has_its_own(gat
     assert sum(ratio.is_a_a for ratio in second.ratios) == 1
 
 
+def test_a_second_look_that_fails_is_its_own_rounds_alone(gated: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker dies in the second round's ratio: that round fails, those before and after it have their own rows."""
+    noisy = FakeGpu(slower={FORWARD: 1.1}, ratios={FORWARD: [1.0, 1.0, 1.1]})
+    ratios: list[str] = []
+    measured = FakeGpu.ratio
+
+    def ratio(self: FakeGpu, path: Any, asked: Any, pass_: str) -> None:
+        if asked.bound:
+            ratios.append(pass_)
+            self.bad_ratios = {FORWARD: ("crashed", "the worker died")} if len(ratios) == 2 else {}
+        measured(self, path, asked, pass_)
+
+    monkeypatch.setattr(FakeGpu, "ratio", lambda self, *asked: (ratio if self is noisy else measured)(self, *asked))
+    found = on_trial(gated, noisy, gates=4, tries=0)["unchanged"]
+    seen = [{one["what"]: one for one in each}[what()] for each in found["gates"]]
+    assert [one["outcome"] for one in seen] == ["drift", "failed", "drift", "regression"]
+    assert "the worker died" in seen[1]["reason"] and found["false_alarms"] == 2
+
+
 def test_the_first_half_is_written_before_the_second_is_measured(gated: Gate) -> None:
     class Lost(FakeGpu):
         def run_sweep(self, *args: Any, **kwargs: Any) -> int:

@@ -469,6 +469,14 @@ def test_layers_stand_beside_the_papers_values(tmp_path: Path) -> None:
     assert failure.measured[GPU].text == "out of memory"
 
 
+def test_pairs_beside_the_papers_layers_are_as_the_paper_measures(tmp_path: Path) -> None:
+    of_paper = ratio("sonicmoe_official", "sonicmoe_triton", table.HEADLINE_SHAPE, 1.25)
+    others = [{**of_paper, "value": 2.0, "ci95": [1.9, 2.1]} | its for its in ({"mode": "paced"}, {"dtype": "float16"})]
+    made = build(store(tmp_path, [of_paper, *others]))
+    assert list(made.paired) == [(GPU, table.HEADLINE_SHAPE)]
+    assert made.paired[GPU, table.HEADLINE_SHAPE].startswith("1.25")
+
+
 def test_failures_of_one_reason_stand_together(tmp_path: Path) -> None:
     rows = [failed("not_installed", "no package", implementation="momoe", direction=d) for d in table_passes()]
     found = titled(build(store(tmp_path, rows)), "failures")

@@ -20,7 +20,7 @@ from conftest import MoeBench, point_of, problem_of, wait_for_no_process
 
 from harness import process, store
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout, describe_exit
-from harness.record import validate
+from harness.record import MODES, validate
 
 PASSES = ("forward", "backward", "forward_backward")
 #: Plugin -> the status of its rows and a part of their reason.
@@ -301,8 +301,9 @@ def test_exits_in_words() -> None:
     assert describe_exit(None) == "no exit code"
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bound", ["", "gemm_glue"])
-def test_numbers_that_break_the_rules_become_a_crashed_row(tmp_path: Path, bound: str) -> None:
+def test_numbers_that_break_the_rules_become_a_crashed_row(tmp_path: Path, bound: str, mode: str) -> None:
     """A NaN among the times is that point's failure: the row says so and keeps what identifies it."""
     from dataclasses import replace
 
@@ -316,13 +317,18 @@ def test_numbers_that_break_the_rules_become_a_crashed_row(tmp_path: Path, bound
     other = replace(point, implementation="cublas_bound", operation="dense_bound", variant=bound)
     work = Work("ratio", point, ("forward",), "cublas_bound", other) if bound else Work("point", point, ("forward",))
     path = tmp_path / "rows.jsonl"
-    runner = Runner("t", [work], load_registry(), path, settings=TimingSettings(), time_limit_s=5, resume=False)
+    settings = TimingSettings(mode=mode)
+    runner = Runner("t", [work], load_registry(), path, settings=settings, time_limit_s=5, resume=False)
     nan = float("nan")
-    numbers: dict[str, object] = {"latency_ms": {"median": nan, "ci95": [1.0, 2.0], "samples": 3, "mode": "burst"}}
+    numbers: dict[str, object] = {"latency_ms": {"median": nan, "ci95": [1.0, 2.0], "samples": 3, "mode": mode}}
     if bound:
         numbers = {"value": nan, "ci95": [1.0, 2.0], "samples": 3}
+    base = dict(runner.jobs[0].bases["forward"])
+    assert base.get("mode", "burst") == mode
+    if not bound:
+        base.pop("mode", None)  # latency_ms has it, as `measure_point` writes it
     row = {
-        **runner.jobs[0].bases["forward"],
+        **base,
         **row_fields(point),
         **numbers,
         "timestamp": "2026-01-31T12:00:00+00:00",
@@ -334,6 +340,7 @@ def test_numbers_that_break_the_rules_become_a_crashed_row(tmp_path: Path, bound
     runner._store(row)
     (stored,) = (json.loads(line) for line in path.read_text().splitlines())
     assert stored["status"] == "crashed" and "breaks the rules" in stored["reason"]
+    assert stored.get("mode", "burst") == mode and store.identity(stored, None) == store.identity(row, None)
     assert stored["resume_key"] == row["resume_key"] and stored.get("denominator_variant", "") == bound
     assert runner.summary.failed == 1
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,12 +18,14 @@ pytest.importorskip("triton")
 from triton.experimental.gluon import language as gl
 
 from harness.shapes import MoEShape
+from implementations import _ablation_gluon, _ablation_layers
 from implementations.sonicmoe_triton import (
     gluon_common,
     gluon_contiguous,
     gluon_gathered,
     gluon_hidden_gradient,
     gluon_up_projection,
+    kernels,
 )
 from implementations.sonicmoe_triton.gluon_contiguous import by_expert
 
@@ -115,3 +118,46 @@ def test_which_order_a_gathering_gemm_takes() -> None:
     assert not usual.by_expert and not usual.ragged
     assert gluon_hidden_gradient.choose(2048, ordered_by_expert=True).by_expert
     assert not gluon_hidden_gradient.choose(2048).by_expert
+
+
+@pytest.mark.parametrize("rows", [128, 256, 512, 513, 1024, 0.01])
+@pytest.mark.parametrize(("d", "n", "experts"), [(4096, 1024, 16), (7168, 2048, 8), (1536, 256, 128)])
+def test_the_layer_and_its_ablations_choose_alike(
+    d: int, n: int, experts: int, rows: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors without data, up to where the tile is known. ``rows``: of an expert; all may be fewer than experts."""
+    routing: Any = SimpleNamespace(rows=max(1, int(rows * experts)), num_experts=experts, block_m=BLOCK)
+    chosen: list[Any] = []
+
+    class Chosen(Exception):
+        pass
+
+    def known(tile: object, block_m: int) -> None:
+        raise Chosen
+
+    def recorded(choose: Any) -> Any:
+        def of(*widths: Any, **order: Any) -> Any:
+            chosen.append(choose(*widths, **order))
+            return chosen[-1]
+
+        return of
+
+    monkeypatch.setattr(gluon_up_projection.tiles, "check_block_m", known)
+    monkeypatch.setattr(kernels, "_choice", lambda *asked: kernels.Choice(plain=False))
+    monkeypatch.setattr(_ablation_gluon, "gathered_gemm", lambda *operands: chosen.append(operands[-1]))
+    for module in (gluon_up_projection, gluon_hidden_gradient):
+        monkeypatch.setattr(module, "choose", recorded(module.choose))
+    x, w1, w2 = (torch.empty(*size, device="meta", dtype=torch.bfloat16) for size in
+                 ((8, d), (experts, 2 * n, d), (experts, d, n)))  # fmt: skip
+    h = torch.empty(routing.rows, 2 * n, device="meta", dtype=torch.bfloat16)
+    scores = torch.empty(routing.rows, device="meta")
+    with pytest.raises(Chosen):
+        gluon_up_projection.up_projection(x, w1, routing, "swiglu")
+    _ablation_layers.up_projection(x, w1, routing)
+    with pytest.raises(Chosen):
+        gluon_hidden_gradient.hidden_gradient(x, w2, h, scores, routing, "swiglu")
+    _ablation_layers.hidden_gradient(x, w2, routing)
+    up, _, up_apart, hidden, _, hidden_apart = chosen
+    assert up == up_apart and hidden == hidden_apart
+    assert up.by_expert == gluon_gathered.by_expert(2 * n, d, routing.rows // experts)
+    assert hidden.by_expert == gluon_gathered.by_expert(n, d, routing.rows // experts)

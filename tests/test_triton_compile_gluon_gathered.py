@@ -158,6 +158,17 @@ def test_the_other_order(tmp_path: Path) -> None:
     check(build_hidden_gradient(7168, 2048, options), options, tmp_path)
 
 
+@pytest.mark.parametrize(("halves", "bias"), [(2, False), (2, True), (1, True)])
+def test_large_experts_with_few_rows(halves: int, bias: bool, tmp_path: Path) -> None:
+    """What the layer chooses there, in every form in which it may be asked for."""
+    options = gluon_up_projection.choose(1024, halves, ordered_by_expert=True)
+    activation = "swiglu" if halves == 2 else "silu"
+    check(build_up_projection(4096, 1024, options, "bf16", activation, halves, bias), options, tmp_path)
+    if not bias or halves == 1:
+        options = gluon_hidden_gradient.choose(1024, halves, ordered_by_expert=True)
+        check(build_hidden_gradient(4096, 1024, options, "bf16", activation, halves=halves), options, tmp_path)
+
+
 def test_hidden_gradient_of_an_ungated_activation(tmp_path: Path) -> None:
     options = gluon_hidden_gradient.choose(256, halves=1)
     check(build_hidden_gradient(1536, 256, options, "fp16", "silu", halves=1), options, tmp_path)

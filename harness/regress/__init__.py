@@ -208,8 +208,8 @@ def _first_looks(
 
 
 def _look_again(run: Run, sweep: Sweep, suspicious: Sequence[Sequence[Suspicion]]) -> None:
-    """Measure the suspicious points of each gate against the bound, call by call, so that what the clock does cancels;
-    points without a reference once more by themselves."""
+    """Measure the suspicious points of each gate against the bound, call by call, so that most of what the clock does
+    cancels; points without a reference once more by themselves."""
     number = sum(map(len, suspicious))
     run.out.print(f"slower or unstable: {count(number, 'point')}; measuring again beside the bound", highlight=False)
     again = replace(sweep, description="What looks slower, once more beside the bound", points=[], ratios=[])

@@ -203,7 +203,8 @@ def _main(
     sweep = gate.load_sweep(gate.SWEEP, registry)
     out = Console(stderr=True)
     run = gate.Run(out, registry, results_folder(output) / f"{gate.SWEEP}.jsonl")
-    where = gate.environment("cuda")
+    # A CUDA context here would lie beside those of the workers for the whole trial.
+    where = gate.environment("cuda", initialise_cuda=False)
     made = {"gpu": gpu, "baseline": {"made": known.made, "environment": known.environment}}
     made["environment"] = {key: where.get(key) for key in (*baselines.ENVIRONMENT, "dirty")}
     found: dict[str, Any] = {}

@@ -75,8 +75,10 @@ def reasons(rows: Sequence[Stored]) -> Table:
             key = (stored.machine, stored.text("implementation"), stored.text("status"), stored.text("reason"))
             found.setdefault(key, []).append(stored)
     lines: list[tuple[Cell, ...]] = []
-    # What somebody must look at stands first.
-    for (machine, name, status, reason), group in sorted(found.items(), key=lambda item: item[0][2] in EXPECTED):
+    # What somebody must look at stands first; workers side by side leave the rows of implementations mixed.
+    places = list(dict.fromkeys(key[:2] for key in found))
+    ordered = sorted(found.items(), key=lambda item: (item[0][2] in EXPECTED, places.index(item[0][:2])))
+    for (machine, name, status, reason), group in ordered:
         cases = [stored.text("variant") for stored in group]
         lines.append((machine, name, status, _listed(cases), reason, Place(group[0].file, group[0].line)))
     return Table(

@@ -187,7 +187,7 @@ def _paired(newest: Sequence[Stored]) -> dict[tuple[str, str], str]:
         asked = [stored.text(name) for name in ("operation", "numerator", "denominator", "pass", "time_kind", "status")]
         if asked == ["moe_layer", "sonicmoe_official", "sonicmoe_triton", "forward_backward", "device", "ok"]:
             low, high = stored.row["ci95"]
-            if stored.routing == "top_k, uniform":
+            if stored.routing == "top_k, uniform" and stored.mode == "burst" and stored.row["dtype"] == "bfloat16":
                 found[stored.machine, stored.shape] = with_interval(stored.row["value"], low, high, 3)
     return found
 

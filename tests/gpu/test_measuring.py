@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from harness import measure, store
+from harness import measure, store, timing
 from harness.correctness import forward_backward
 from harness.interface import Layer, Problem
 from harness.measure import Context, measure_point, measure_ratio
@@ -213,6 +213,23 @@ def test_sustained_mode_heats_before_each_kind_of_sample(monkeypatch: pytest.Mon
     context = context_of(mode="sustained", heat_s=0.1)
     rows = list(measure_ratio((point, point), PASSES, plugin, plugin, bases("ratio"), context))
     assert len(rows) == 3 and heated[2:] == [0.1]
+    rows = list(measure_ratio((point, point), PASSES, plugin, plugin, bases("ratio"), context, allow_graph=False))
+    assert [row["basis"] for row in rows] == ["busy"] * 3 and heated[3:] == [0.1]
+
+
+@pytest.mark.parametrize("allow_graph", [True, False])
+def test_paced_mode_rests_before_each_kind_of_sample(allow_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(timing.time, "sleep", slept.append)
+    plugin, point = default_registry().get(NAME), common.point_of(NAME, MEDIUM)
+    paced = {"mode": "paced", "min_samples": 12, "max_samples": 12}
+    rows = list(measure_point(point, PASSES, plugin, bases(), context_of(**paced), allow_graph=allow_graph))
+    assert {row["latency_ms"]["mode"] for row in rows} == {"paced"}
+    assert slept.count(timing.FIRST_REST_S) >= 2 + allow_graph and len(slept) >= 12 * (1 + allow_graph) + 9
+    slept.clear()
+    rows = list(measure_ratio((point, point), PASSES, plugin, plugin, bases("ratio"), context_of(**paced), allow_graph))
+    assert {row["basis"] for row in rows} == {"graph" if allow_graph else "busy"}
+    assert slept.count(timing.FIRST_REST_S) == 2 and len(slept) >= 2 * 12
 
 
 GREEDY = '''
