@@ -195,12 +195,16 @@ def tune(shapes: Sequence[str]) -> tuple[Path, int]:
     packages = {name: package_version(name) for name in PACKAGES} | {"torch": machine["torch"]}
     # Tuning takes minutes: what would keep its outcome from being written is said before.
     check_packages(tuning, packages)
+    where = {"gpu": gpu, "date": utc_now()[:10], "driver": str(machine.get("driver")), "packages": packages}
+    number = 0
     for shape in asked:
         _build(shape)
-    where = {"gpu": gpu, "date": utc_now()[:10], "driver": str(machine.get("driver")), "packages": packages}
-    found = list(collect(Path(os.environ["QUACK_CACHE_DIR"]), asked))
-    write(ROOT / path, merged(tuning, found, where))
-    return ROOT / path, len(found)
+        found = list(collect(Path(os.environ["QUACK_CACHE_DIR"]), [shape]))
+        tuning = merged(tuning, found, where)
+        # After every shape: what comes later may fail, or be stopped.
+        write(ROOT / path, tuning)
+        number += len(found)
+    return ROOT / path, number
 
 
 def write(path: Path, tuning: Mapping[str, Any]) -> None:

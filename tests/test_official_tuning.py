@@ -197,6 +197,14 @@ def test_tuning_writes_what_building_left_in_the_cache(
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["tuning.json"]
     assert len(found["winners"]) == len(table["winners"])
     assert [winner["candidates"] for winner in found["winners"][-6:]] == [3] * 6
+    # A layer that cannot be tuned takes nothing from those before it.
+    path.unlink()
+    fine, unknown = "40960,768,256,128,8", "16384,2048,1024,64,8"
+    with pytest.raises(UserError, match=f"no entry for up, down, dH, dW2, dX, dW1 at {unknown}"):
+        official_tuning.tune([fine, unknown, HEADLINE])
+    assert built == [HEADLINE, fine, unknown]
+    assert [winner["shape"] for winner in json.loads(path.read_text())["winners"][-6:]] == [fine] * 6
+    del built[1:]
     # What would be refused at the end is refused before anything is tuned.
     monkeypatch.setattr(official_tuning, "package_version", {**versions, "quack-kernels": "9.9"}.get)
     with pytest.raises(UserError, match="remove it or install those"):
