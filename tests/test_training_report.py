@@ -15,6 +15,7 @@ from training_rows import GPU, in_turns, session, step
 from harness.record import Row
 from harness.report import html, markdown, terminal, training
 from harness.report.rows import Stored
+from harness.token_rounding import ROUNDINGS, TOP_K
 from plots import rows as table
 
 OURS = "sonicmoe_triton"
@@ -32,6 +33,17 @@ def test_steps_stand_apart_from_layers(tmp_path: Path) -> None:
     assert "Training" not in markdown.render(alone, tmp_path)
     assert all(name in [one.name for one in both.tables] for name in names)
     assert column(titled(both, "failures"), "operation") == ["training_step"]
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [(TOP_K, "top_k"), ("expert_choice", "expert_choice"), ("token_drop", "token_drop")]
+    + [(method, f"{method} to 64") for method in ROUNDINGS],
+)
+def test_a_tile_is_named_where_a_method_rounds_to_it(method: str, text: str) -> None:
+    row = step()
+    row["routing"] |= {"method": method, "m_tile": 64}
+    assert Stored(cast(Row, row), FILE, 1, GPU).routing == text
 
 
 def test_rates(tmp_path: Path) -> None:

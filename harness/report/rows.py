@@ -12,6 +12,7 @@ from harness import store
 from harness.errors import UserError
 from harness.record import Row
 from harness.report.text import plain
+from harness.token_rounding import ROUNDINGS
 from harness.training.rows import OPERATION
 
 #: What stands in place of a GPU's name where a row was not measured on a GPU, or does not name it.
@@ -57,7 +58,7 @@ class Stored:
         """``top_k, uniform``, with the tile where a method rounds to it; without the distribution where a model in
         training decides."""
         method = self.text("routing", "method")
-        tile = "" if method == "top_k" else f" to {self.text('routing', 'm_tile')}"
+        tile = f" to {self.text('routing', 'm_tile')}" if method in ROUNDINGS else ""
         drawn = "" if self.row["operation"] == OPERATION else f", {self.text('routing', 'distribution')}"
         return f"{method}{tile}{drawn}"
 
