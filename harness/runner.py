@@ -93,10 +93,12 @@ class Job:
     refusal: tuple[str, str] | None = None
     #: Of the row's environment, what names the GPU that the job was handed to, where there are several.
     gpu: dict[str, Any] = field(default_factory=dict)
+    #: How it is timed.
+    settings: TimingSettings = field(default_factory=TimingSettings)
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self.refusal else job_seconds(self.work.kind, self.work.point)
+        return 0.0 if self.refusal else job_seconds(self.work.kind, self.work.point, self.settings)
 
 
 @dataclass
@@ -237,7 +239,7 @@ class Runner:
                 settings=asdict(self.settings),
             )
             bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}
-        return Job(work, bases, self._refusal(work, known))
+        return Job(work, bases, self._refusal(work, known), settings=self.settings)
 
     def _code(self, implementation: Implementation) -> str:
         """`code_hash`, once for a sweep: it reads and parses all that a plugin imports."""

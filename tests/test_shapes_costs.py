@@ -18,8 +18,11 @@ from harness.costs import (
     weight_bytes,
 )
 from harness.errors import UserError
+from harness.estimate import job_seconds
 from harness.gpus import rates_of
+from harness.interface import Point
 from harness.shapes import MoEShape
+from harness.timing import TimingSettings
 
 HEADLINE = MoEShape(24576, 1536, 256, 128, 8)
 
@@ -120,3 +123,17 @@ def test_floors() -> None:
     assert rates is not None and rates_of("a toaster") is None
     floors = floors_ms(989_400_000_000_000, 4_800_000_000_000, "bfloat16", rates)
     assert floors == {"compute": pytest.approx(1000.0), "memory": pytest.approx(1000.0)}
+
+
+def test_a_jobs_estimate_knows_heating_and_rests() -> None:
+    point = Point("moe_layer", "torch_loop", HEADLINE, device="cuda")
+    burst = job_seconds("point", point)
+    assert job_seconds("point", point, TimingSettings()) == burst
+    assert job_seconds("point", point, TimingSettings(mode="sustained", heat_s=3.0)) == pytest.approx(burst + 6.0)
+    assert job_seconds("ratio", point, TimingSettings(mode="sustained", heat_s=3.0)) == pytest.approx(
+        job_seconds("ratio", point) + 3.0
+    )
+    # All but the fixed second takes four times as long, and both kinds of samples begin with a rest.
+    paced = job_seconds("point", point, TimingSettings(mode="paced"))
+    assert paced == pytest.approx(1.0 + 4.0 * (burst - 1.0) + 0.4)
+    assert job_seconds("account", point, TimingSettings(mode="paced")) == job_seconds("account", point)
