@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +115,6 @@ def _chosen(rows: pd.DataFrame) -> pd.DataFrame:
             & (rows["measured_on"] == "cuda")
             & rows["dtype"].isin(["bfloat16", ""])
             & rows["distribution"].isin(["uniform", ""])
-            & (rows["mode"] == "burst")
         ]
     )
 
@@ -304,7 +302,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     panels = [_Panel(title, everything, notes) for title in PANELS]
     width, columns = 10.0, 3
     characters = style.characters(width)
-    caption = [line for text in CAPTION for line in textwrap.wrap(text, characters)] if len(compared) else []
+    caption = style.wrapped(CAPTION, characters) if len(compared) else []
     speed = f" ({rates.bytes_per_s / 1e12:g} TB/s by its datasheet)" if rates else ""
     with style.figure_style():
         page = style.Page(

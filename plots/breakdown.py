@@ -5,7 +5,6 @@ A kernel's role is what its plugin says now of its name, else what was stored wi
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             subtitle=f"{style.gpu_text(table.gpus(everything))}, bfloat16, uniform routing, top-K; from the profiler: "
             "means over the profiled calls, no whiskers.\nAbove: microseconds at the headline's shape; below: shares "
             "of the sum at one shape of each other model.",
-            notes=[*textwrap.wrap(CAPTION, characters), *notes.lines(characters)],
+            notes=[*style.wrapped([CAPTION], characters), *notes.lines(characters)],
         )  # fmt: skip
         figure, margins = page.make()
         ratios = [heights[0] + 0.2, 2 * heights[1] + 0.8]

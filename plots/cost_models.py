@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -299,7 +298,7 @@ class _Figure:
             f"the roof is the {self.gpu}'s datasheet, dense." if self.rates is not None
             else f"no datasheet of {self.gpu} is recorded, so there is no roof."
         )  # fmt: skip
-        return [line for sentence in sentences for line in textwrap.wrap(sentence, characters)]
+        return style.wrapped(sentences, characters)
 
 
 def _key(marker: Any, face: str = "#9A9A9A", width: float = 0.8) -> Line2D:

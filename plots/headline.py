@@ -48,7 +48,6 @@ def ratios(rows: pd.DataFrame, reference: str, baseline: str) -> dict[str, Ratio
             & rows["dtype"].isin(["bfloat16", ""])
             & rows["method"].isin(["top_k", ""])
             & rows["distribution"].isin(["uniform", ""])
-            & (rows["mode"] == "burst")
         ]
     )
     found: dict[str, Ratio] = {}

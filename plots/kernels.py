@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +93,6 @@ def fastest_other(rows: pd.DataFrame, panel: Panel, shape: str) -> float:
             & (rows["measured_on"] == "cuda")
             & rows["dtype"].isin(["bfloat16", ""])
             & rows["distribution"].isin(["uniform", ""])
-            & (rows["mode"] == "burst")
         ]
     )
     latest = found.drop_duplicates("numerator", keep="last")
@@ -177,7 +175,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     tokens = ", ".join(f"T = {T} at {model}" for model, ((T, _), _) in table.MODELS.items())
     width, in_lines = 11.0, math.ceil(len(panels) / 2)
     characters = style.characters(width)
-    caption = [line for sentence in CAPTION for line in textwrap.wrap(sentence, characters)] if measured else []
+    caption = style.wrapped(CAPTION, characters) if measured else []
     with style.figure_style():
         page = style.Page(
             width=width, panels_height=2.55 * in_lines if measured else 0.9, legend=legend,

@@ -469,8 +469,7 @@ def _arm(run: pd.Series) -> str:
 
 def lines(rows: pd.DataFrame) -> list[str]:
     """The table as Markdown, from the rows of one GPU."""
-    # Steps of training have a mode of their own.
-    rows = rows[(rows["mode"] == "burst") | (rows["operation"] == OPERATION)]
+    rows = table.as_timed(rows)
     chosen = table.one_gpu(rows)
     gpu = table.gpus(chosen)
     head = [f"| what is compared | paper (H100) | measured ({gpu[0] if gpu else 'no GPU'}) |", "| --- | --- | --- |"]

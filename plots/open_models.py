@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -116,7 +115,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
         legend.append((style.key_unstable(), "hatched: unstable"))
     width = 10.0
     characters = style.characters(width)
-    caption = [line for sentence in CAPTION for line in textwrap.wrap(sentence, characters)] if measured else []
+    caption = style.wrapped(CAPTION, characters) if measured else []
     with style.figure_style():
         page = style.Page(
             width=width, panels_height=7.3 if measured else 0.9, legend=legend,

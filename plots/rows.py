@@ -18,6 +18,7 @@ from harness import store
 from harness.documents import load_toml
 from harness.errors import UserError
 from harness.record import Row
+from harness.training.rows import OPERATION
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -255,9 +256,16 @@ def of_gpu(rows: pd.DataFrame, gpu: str) -> pd.DataFrame:
     return rows[((rows["measured_on"] == "cuda") & (rows["gpu"] == gpu)) | _of_any_gpu(rows)]
 
 
+def as_timed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that stand beside each other and beside the paper's: timed in a burst, and steps of training, which have
+    a mode of their own."""
+    return rows[(rows["mode"] == "burst") | (rows["operation"] == OPERATION)]
+
+
 def one_gpu(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """What a figure may draw from: the latest rows, all of one GPU. Raises ValueError where they are of several."""
-    table = latest(frame(rows))
+    """What a figure may draw from: the latest rows, all of one GPU and timed alike (`as_timed`). Raises ValueError
+    where they are of several GPUs."""
+    table = as_timed(latest(frame(rows)))
     names = gpus(table)
     if len(names) > 1:
         raise ValueError(f"rows of several GPUs ({', '.join(names)}): draw each with rows.of_gpu(rows, gpu)")
@@ -283,7 +291,6 @@ def _as_the_paper(rows: pd.DataFrame, sweep: str) -> pd.DataFrame:
         & rows["method"].isin(["top_k", ""])
         & rows["distribution"].isin(["uniform", ""])
         & rows["convention"].isin(["topk_softmax", ""])
-        & (rows["mode"] == "burst")
     ]
     order = by_precedence(chosen)
     return order.iloc[(order["sweep"] == sweep).argsort(kind="stable")]
@@ -308,7 +315,6 @@ def bound(rows: pd.DataFrame, variant: str, direction: str, shape: str) -> float
         & (rows["pass"] == direction)
         & (rows["shape"] == shape)
         & (rows["measured_on"] == "cuda")
-        & (rows["mode"] == "burst")
         & rows["status"].isin(NUMBERS_ALLOWED)
         & rows["tflops"].notna()
     ]

@@ -243,6 +243,12 @@ def characters(width: float) -> int:
     return int((width - 0.2) * 72 / (6.8 * 0.535))
 
 
+def wrapped(sentences: Iterable[str], width: int, indent: str = "") -> list[str]:
+    """The lines of a caption, of at most ``width`` characters: each sentence begins one; ``indent`` begins those that
+    go on."""
+    return [line for one in sentences for line in textwrap.wrap(one, width, subsequent_indent=indent)]
+
+
 def swatch(colour: str) -> Patch:
     """An implementation's legend entry."""
     return Patch(facecolor=colour, edgecolor=edge(colour), linewidth=0.5)

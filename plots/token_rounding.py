@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -448,7 +447,7 @@ class _Figure:
             others = [_differences(family, drawn) if drawn is not None else family.title for family in self.left]
             more = f"; {len(others) - 6} more" if len(others) > 6 else ""
             texts.append(f"In the rows but not drawn: {'; '.join(others[:6])}{more}.")
-        return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="     ")]
+        return style.wrapped(texts, width, indent="     ")
 
 
 def _differences(family: Family, drawn: Family) -> str:

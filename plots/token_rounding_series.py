@@ -98,7 +98,7 @@ def accounts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
-    chosen = (rows["measured_on"] == "cuda") & rows["dtype"].isin(["bfloat16", ""]) & (rows["mode"] == "burst")
+    chosen = (rows["measured_on"] == "cuda") & rows["dtype"].isin(["bfloat16", ""])
     return table.by_precedence(rows[chosen])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,7 +199,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
         legend.append((style.key_unstable(), "hatched: unstable"))
     heights = [BAR * len(bars) + EDGE for bars in panels.values()]
     characters = style.characters(WIDTH)
-    caption = [line for said in (CAPTION, PAPER_CAPTION)[: 1 + beside] for line in textwrap.wrap(said, characters)]
+    caption = style.wrapped((CAPTION, PAPER_CAPTION)[: 1 + beside], characters)
     with style.figure_style():
         page = style.Page(
             width=WIDTH, panels_height=sum(heights) + GAP * (len(heights) - 1), legend=legend, left=2.25,

@@ -271,8 +271,8 @@ def test_rows_of_another_kind_do_not_stand_for_the_papers_layers() -> None:
         synthetic(latency_ms={"median": 1.0, "mode": "paced"}),
         ratio("scattermoe", "sonicmoe_official", table.HEADLINE_SHAPE, 2.0),
     ]
-    assert table.layers(table.latest(table.frame(others))).empty
-    assert len(table.layers(table.latest(table.frame([*others, synthetic()])))) == 1
+    assert table.layers(table.one_gpu(others)).empty
+    assert len(table.layers(table.one_gpu([*others, synthetic()]))) == 1
 
 
 def test_the_rates_interval_is_the_times_turned_over() -> None:

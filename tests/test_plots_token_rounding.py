@@ -307,8 +307,8 @@ def test_which_ratio_rows_count() -> None:
         ratio(16, mode="sustained"),
         ratio(16, mode="paced"),
     ]
-    assert series.comparisons(table.latest(table.frame(others))).empty
-    assert len(series.comparisons(table.latest(table.frame([*others, ratio(16)])))) == 1
+    assert series.comparisons(table.one_gpu(others)).empty
+    assert len(series.comparisons(table.one_gpu([*others, ratio(16)]))) == 1
     # Ratios that differ in the denominator's routing only are different points.
     pair = [ratio(16, "nearest"), ratio(16, "up"), ratio(16) | {"denominator_routing": None}]
     assert sorted(table.latest(table.frame(pair))["denominator_method"]) == ["", "nearest", "up"]

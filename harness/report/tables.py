@@ -103,12 +103,21 @@ def day(stored: Stored) -> str:
     return stored.text("timestamp")[:16].replace("T", " ")
 
 
+#: Where a line of one row comes from, the last columns of its table; their cells are `origin`.
+ORIGIN = (Column("date (UTC)"), Column("reason", wide=True), Column("row", "place"))
+
+
+def origin(stored: Stored) -> tuple[Cell, Cell, Cell]:
+    """A line's cells under `ORIGIN`."""
+    return day(stored), stored.text("reason"), Place(stored.file, stored.line)
+
+
 _MEASUREMENT_COLUMNS = (
     Column("GPU", filter=True), Column("implementation", filter=True), Column("operation", filter=True),
     Column("variant"), Column("shape T,d,n,E,K"), Column("pass", filter=True), Column("status", filter=True),
     Column("device ms", "number"), Column("basis"), Column("host ms", "number"), Column("TFLOPS", "number"),
     Column("GB/s", "number"), Column("memory GiB", "number"), Column("routing"), Column("dtype"), Column("mode"),
-    Column("sweep", filter=True), Column("date (UTC)"), Column("reason", wide=True), Column("row", "place"),
+    Column("sweep", filter=True), *ORIGIN,
 )  # fmt: skip
 
 
@@ -126,7 +135,7 @@ def measurements(rows: Sequence[Stored]) -> Table:
             _interval(device), basis, _interval(times(stored).get("host")),
             _number(_as_number(stored.get("tflops", "device"))), _number(_as_number(stored.get("gb_per_s", "device"))),
             _number(None if memory is None else memory / GIB), stored.routing, stored.text("dtype"), stored.mode,
-            stored.text("sweep"), day(stored), stored.text("reason"), Place(stored.file, stored.line),
+            stored.text("sweep"), *origin(stored),
         ))  # fmt: skip
     return Table(
         "measurements", "Measurements",
@@ -141,8 +150,7 @@ _RATIO_COLUMNS = (
     Column("GPU", filter=True), Column("numerator", filter=True), Column("denominator", filter=True),
     Column("operation", filter=True), Column("variant"), Column("shape T,d,n,E,K"), Column("pass", filter=True),
     Column("status", filter=True), Column("ratio", "number"), Column("samples", "number"), Column("time"),
-    Column("routing"), Column("sweep", filter=True), Column("date (UTC)"), Column("reason", wide=True),
-    Column("row", "place"),
+    Column("routing"), Column("sweep", filter=True), *ORIGIN,
 )  # fmt: skip
 
 
@@ -161,7 +169,7 @@ def ratios(rows: Sequence[Stored]) -> Table:
             stored.text("denominator") + (f" ({bound})" if bound else ""), stored.text("operation"),
             stored.text("variant"), stored.shape, stored.text("pass"), stored.text("status"),
             Number(value, text.with_interval(value, low, high)), _count(samples), stored.text("time_kind"), routing,
-            stored.text("sweep"), day(stored), stored.text("reason"), Place(stored.file, stored.line),
+            stored.text("sweep"), *origin(stored),
         ))  # fmt: skip
     return Table(
         "ratios", "Ratios",

@@ -9,7 +9,7 @@ from harness.errors import UserError
 from harness.record import Row
 from harness.report import tables, text
 from harness.report.rows import Stored
-from harness.report.tables import Cell, Column, Number, Place, Table
+from harness.report.tables import Cell, Column, Number, Table
 from harness.report.text import NONE
 from harness.training import projection
 from harness.training.config import load_config
@@ -68,6 +68,12 @@ def _order(stored: Stored) -> tuple[bool, str, str, int, int, str, float]:
     return not stored.on_gpu, stored.machine, what.configuration, -what.layers, what.processes, what.rest, -rate
 
 
+#: What is trained, the first columns of a line of one row; their cells are `_what`.
+_WHAT = (
+    Column("GPU", filter=True), Column("configuration", filter=True), Column("layers", "number"), Column("a step"),
+)  # fmt: skip
+
+
 def _what(stored: Stored) -> tuple[Cell, Cell, Cell, Cell]:
     """Machine, configuration, layers, and how a step is made."""
     what = asked(stored.text("variant"))
@@ -115,7 +121,7 @@ def rates(measured: Sequence[Stored]) -> Table:
             Number(peak, NONE if peak is None else f"{peak / tables.GIB:.1f}"), _gpus(stored),
             Number(exposed, NONE if exposed is None else f"{100 * busy:.1f} % ({100 * exposed:.1f} %)"),
             stored.text("status"), Number(seed, text.plain(seed)), Number(validation, text.number(validation)),
-            tables.day(stored), stored.text("reason"), Place(stored.file, stored.line),
+            *tables.origin(stored),
         ))  # fmt: skip
     return Table(
         NAME, "Training",
@@ -124,12 +130,11 @@ def rates(measured: Sequence[Stored]) -> Table:
         "peak; recomputation does not count. Peak: the most allocated on any GPU, weights and optimiser included. "
         "Communication: the share of a step in which it runs, and in which nothing else does. Two rows are of two "
         "moments: how much faster one is than the other, the ratios below say.",
-        (Column("GPU", filter=True), Column("configuration", filter=True), Column("layers", "number"),
-         Column("a step"), Column("implementation", filter=True), Column("routing", filter=True),
+        (*_WHAT, Column("implementation", filter=True), Column("routing", filter=True),
          Column("tokens/s", "number"), Column("B/day a GPU", "number"), Column("MFU", "number"),
          Column("peak GiB", "number"), Column("GPUs", "number"), Column("communication (exposed)", "number"),
          Column("status", filter=True), Column("seed", "number"), Column("validation loss", "number"),
-         Column("date (UTC)"), Column("reason", wide=True), Column("row", "place")),
+         *tables.ORIGIN),
         tuple(lines), "No training steps by themselves.",
     )  # fmt: skip
 
@@ -171,8 +176,7 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
             *_sides(stored), stored.text("numerator"), stored.text("denominator"), routing,
             Number(value, text.with_interval(value, low, high)),
             Number(claim.paper, text.in_unit(claim.paper, claim.unit)) if claim else Number(None, NONE),
-            stored.text("status"), Number(samples, text.plain(samples) or NONE),
-            tables.day(stored), stored.text("reason"), Place(stored.file, stored.line),
+            stored.text("status"), Number(samples, text.plain(samples) or NONE), *tables.origin(stored),
         ))  # fmt: skip
     return Table(
         RATIOS, "Training: ratios",
@@ -180,11 +184,9 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
         "process, in rounds: some steps of the one, then of the other, in random order. Of one GPU over several, each "
         "with as many micro-batches, it is the efficiency of scaling. Beside it the paper's number, where one of its "
         "claims rests on the row.",
-        (Column("GPU", filter=True), Column("configuration", filter=True), Column("layers", "number"),
-         Column("a step"), Column("GPUs", "number"), Column("numerator", filter=True),
-         Column("denominator", filter=True), Column("routing"), Column("ratio", "number"),
-         Column("paper, H100", "number"), Column("status", filter=True), Column("rounds", "number"),
-         Column("date (UTC)"), Column("reason", wide=True), Column("row", "place")),
+        (*_WHAT, Column("GPUs", "number"), Column("numerator", filter=True), Column("denominator", filter=True),
+         Column("routing"), Column("ratio", "number"), Column("paper, H100", "number"),
+         Column("status", filter=True), Column("rounds", "number"), *tables.ORIGIN),
         tuple(lines), "Nothing was compared in turns: moebench train 7B --against scattermoe",
     )  # fmt: skip
 

@@ -18,11 +18,11 @@ Communication runs beside computation: the next block's weights arrive while thi
     last backward = L · max(compute, gather + scatter + reduce) + scatter + reduce
 
 with what cannot hide, the first gather, the last scatter and the last reduce, added once, and no more than if nothing
-ran beside anything. That a reduce goes beside
-gathers, where it has a link of its own, is not counted on. Recomputing moves a forward's work into the backward and
-gathers nothing more: a block's forward runs again while its weights are there for the backward. Embedding, norms and
-head are gathered once a micro-batch, their gradients scattered once, and reduced once a step, unhidden. The time of
-clipping and of the optimiser falls as 1 / N, and so do 16 bytes a parameter of weights, gradients and state.
+ran beside anything. That a reduce goes beside gathers, where it has a link of its own, is not counted on. Recomputing
+moves a forward's work into the backward and gathers nothing more: a block's forward runs again while its weights are
+there for the backward. Embedding, norms and head are gathered once a micro-batch, their gradients scattered once, and
+reduced once a step, unhidden. The time of clipping and of the optimiser falls as 1 / N, and so do 16 bytes a parameter
+of weights, gradients and state.
 """
 
 from __future__ import annotations
