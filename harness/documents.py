@@ -1,4 +1,4 @@
-"""TOML and JSON files that people edit: read whole, or refused in one line."""
+"""TOML and JSON files that people edit: read whole, or refused in one line; and written whole, or not at all."""
 
 from __future__ import annotations
 
@@ -91,3 +91,18 @@ def _load(path: Path, parse: Callable[[str], Any], form: str) -> Any:
     if wrong:
         raise UserError(f"{path}: {wrong}")
     return found
+
+
+def save(path: Path, text: str) -> None:
+    """Write a file in UTF-8, whole or not at all: what was there stays until all of the new text is.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -19,8 +19,9 @@ from typing import Annotated, Any
 
 import typer
 
+from harness.documents import save
 from harness.environment import environment, gpu_name, package_version
-from harness.errors import UserError
+from harness.errors import UserError, refusals
 from harness.interface import Point
 from harness.operations import get_operation
 from harness.record import utc_now
@@ -202,29 +203,15 @@ def tune(shapes: Sequence[str]) -> tuple[Path, int]:
         found = list(collect(Path(os.environ["QUACK_CACHE_DIR"]), [shape]))
         tuning = merged(tuning, found, where)
         # After every shape: what comes later may fail, or be stopped.
-        write(ROOT / path, tuning)
+        save(ROOT / path, text_of(tuning))
         number += len(found)
     return ROOT / path, number
 
 
-def write(path: Path, tuning: Mapping[str, Any]) -> None:
-    """Write the table whole or not at all. Raises `UserError` where it cannot be written."""
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text_of(tuning))
-        beside.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
 def main(shapes: Annotated[list[str], typer.Argument(metavar="T,d,n,E,K...", help="Layers to tune at.")]) -> None:
     """Tune the official kernels at these layers and keep what was chosen."""
-    try:
+    with refusals("tuning"):
         path, number = tune(shapes)
-    except UserError as error:
-        typer.echo(f"tuning: {error}", err=True)
-        raise typer.Exit(2) from None
     typer.echo(f"{number} GEMMs -> {path}")
 
 

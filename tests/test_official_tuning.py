@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+from harness.documents import save
 from harness.errors import UserError
 from harness.shapes import MoEShape
 from implementations import _sonicmoe_official_tuning as official_tuning
@@ -220,14 +221,14 @@ def test_a_table_that_cannot_be_written_is_one_line_and_the_old_one_stays(
     path = tmp_path / "tuning.json"
     path.write_text("old")
 
-    def full(self: Path, text: str) -> int:
-        with self.open("w") as file:
+    def full(self: Path, text: str, encoding: str) -> int:
+        with self.open("w", encoding=encoding) as file:
             file.write(text[: len(text) // 2])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(UserError, match=r"tuning\.json: cannot be written: No space left"):
-        official_tuning.write(path, table)
+        save(path, text_of(table))
     assert path.read_text() == "old"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from harness.documents import load_json
+from harness.documents import load_json, save
 from harness.errors import UserError
 from harness.record import BASES
 
@@ -133,14 +133,7 @@ def _point_as_dict(point: BaselinePoint) -> dict[str, Any]:
 
 def write(path: Path, baseline: Baseline) -> None:
     """Write the file whole or not at all. Raises `UserError` where it cannot be written."""
-    text = json.dumps(baseline.as_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+    save(path, json.dumps(baseline.as_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> Baseline:

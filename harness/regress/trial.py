@@ -25,7 +25,8 @@ from rich.console import Console
 
 from harness import regress as gate
 from harness import store
-from harness.errors import UserError
+from harness.documents import save
+from harness.errors import UserError, refusals
 from harness.record import Row, gpu_slug
 from harness.registry import PLUGINS_VARIABLE
 from harness.regress import baseline as baselines
@@ -169,11 +170,8 @@ def main(
     file: Annotated[Path | None, typer.Option(help="Default: results/<gpu>/regress_trial.json.")] = None,
 ) -> None:
     """Try the gate, and write what it found."""
-    try:
+    with refusals("trial"):
         found = _main(gates, tries, slowdown, shape, parse_threshold(threshold), baseline, output, file)
-    except UserError as error:
-        typer.echo(f"trial: {error}", err=True)
-        raise typer.Exit(2) from None
     unchanged = found["unchanged"]
     typer.echo(f"{unchanged['false_alarms']} false alarms in {len(unchanged['gates'])} gates without a change")
     if "planted" in found:
@@ -210,7 +208,8 @@ def _main(
     found: dict[str, Any] = {}
     with store.hold(run.path):
         for found in trial(Trial(run, sweep, gate.asked_of(sweep), known), gates, tries, slowdown / 100, shape):
-            outputs.write(out, target, json.dumps(made | found, indent=1) + "\n")
+            save(target, json.dumps(made | found, indent=1) + "\n")
+            out.print(f"wrote {target}", highlight=False, soft_wrap=True, markup=False)
     return found
 
 

@@ -25,6 +25,7 @@ import torch
 import typer
 from torch import Tensor
 
+from harness.documents import save
 from harness.environment import environment
 from harness.record import gpu_slug
 from harness.registry import ROOT, load_registry
@@ -369,13 +370,6 @@ def with_earlier(old: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[st
     return [*(row for row in old if (row["shape"], row["kernel"]) not in again), *measured]
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """At once or not at all: half a table would stop every kernel."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(content, indent=1) + "\n")
-    fresh.replace(path)
-
-
 def main(
     shape: Annotated[list[str] | None, typer.Option(help="T,d,n,E,K (repeatable); default: paper_layers.")] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel (repeatable).")] = None,
@@ -409,8 +403,9 @@ def main(
         # After every shape: what comes later may fail, or be stopped.
         measured += [row | code for row in found]
         ordered = merged(old, choices(measured))
-        _write(rows, about | {"measured": with_earlier(earlier, measured)})
-        _write(table, about | {"choices": ordered})
+        save(rows, json.dumps(about | {"measured": with_earlier(earlier, measured)}, indent=1) + "\n")
+        # Half a table would stop every kernel.
+        save(table, json.dumps(about | {"choices": ordered}, indent=1) + "\n")
     print(f"{len(ordered)} choices -> {table}; {len(measured)} measurements -> {rows}")
 
 

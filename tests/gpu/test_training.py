@@ -26,7 +26,7 @@ NAMES = [
 ]
 
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "d": 256,
     "n": 128,
     "E": 16,
@@ -36,8 +36,8 @@ SMALL = {
     "steps": STEPS,
     "m_tile": 128,
     "learning_rate": 2e-3,
+    "checkpoint_every": 0,
 }
-SMALL["checkpoint_every"] = 0
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
