@@ -306,7 +306,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     speed = f" ({rates.bytes_per_s / 1e12:g} TB/s by its datasheet)" if rates else ""
     with style.figure_style():
         page = style.Page(
-            width=width, panels_height=6.7 if len(compared) else 0.9,
+            width=width, panels_height=6.7 if len(compared) else 0.9, left=0.72,
             legend=_legend([its for panel in panels for its in panel.points]),
             title="What each fusion buys: our kernels apart / fused",
             subtitle=f"{style.gpu_text(names)}{speed}, bfloat16, uniform routing, top-K; the paper's twelve layers by "
@@ -325,4 +325,5 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             if index % columns == 0:
                 above.set_ylabel("time apart / fused")
                 below.set_ylabel("saved /\nextra traffic")
+        figure.align_ylabels()
         return style.save(figure, output, NAME)
