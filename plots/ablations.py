@@ -301,8 +301,6 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     notes = style.Footnotes()
     panels = [_Panel(title, everything, notes) for title in PANELS]
     width, columns = 10.0, 3
-    characters = style.characters(width)
-    caption = style.wrapped(CAPTION, characters) if len(compared) else []
     speed = f" ({rates.bytes_per_s / 1e12:g} TB/s by its datasheet)" if rates else ""
     with style.figure_style():
         page = style.Page(
@@ -311,7 +309,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             title="What each fusion buys: our kernels apart / fused",
             subtitle=f"{style.gpu_text(names)}{speed}, bfloat16, uniform routing, top-K; the paper's twelve layers by "
             "the width n of an expert.",
-            notes=[*caption, *notes.lines(characters)],
+            notes=style.below(width, notes, CAPTION if len(compared) else ()),
         )  # fmt: skip
         figure, margins = page.make()
         if not len(compared):

@@ -128,7 +128,6 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
         for direction in PASSES
     }
     width = 10.0
-    characters = style.characters(width)
     heights = [inches * max(len(names), 3) for inches in (0.24, 0.185)]
     with style.figure_style():
         page = style.Page(
@@ -138,7 +137,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             subtitle=f"{style.gpu_text(table.gpus(everything))}, bfloat16, uniform routing, top-K; from the profiler: "
             "means over the profiled calls, no whiskers.\nAbove: microseconds at the headline's shape; below: shares "
             "of the sum at one shape of each other model.",
-            notes=[*style.wrapped([CAPTION], characters), *notes.lines(characters)],
+            notes=style.below(width, notes, [CAPTION]),
         )  # fmt: skip
         figure, margins = page.make()
         ratios = [heights[0] + 0.2, 2 * heights[1] + 0.8]

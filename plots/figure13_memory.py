@@ -108,7 +108,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     if any(bar.unstable for bar in bar_of.values()):
         legend.append((style.key_unstable(), "hatched: unstable"))
     width = 10.0
-    lines = notes.lines(style.characters(width))
+    lines = style.below(width, notes)
     if any(name == "deepgemm_pp" and not math.isnan(bar.value) for (_, _, name), bar in bar_of.items()):
         lines.append(DEEPGEMM_PP)
     with style.figure_style():

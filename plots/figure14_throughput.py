@@ -114,7 +114,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             title="Throughput of one MoE layer: model FLOPs over the GPU's busy time",
             subtitle=f"{style.gpu_text(table.gpus(everything))}, bfloat16, uniform routing, top-K; whiskers: 95 % "
             f"interval of the median.{bound_text(bound_of.values())}\n{style.PAPER_NOTE} (read off Figure 14).",
-            notes=notes.lines(style.characters(width)),
+            notes=style.below(width, notes),
         )  # fmt: skip
         figure, margins = page.make()
         grid = figure.add_gridspec(4, 2, hspace=0.40, wspace=0.10, **margins)

@@ -215,7 +215,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
                 title="Held memory and throughput against granularity and sparsity",
                 subtitle=f"{style.gpu_text(table.gpus(layers))}, bfloat16, uniform routing, top-K.\n"
                 f"{style.PAPER_NOTE}; their held memory is Figure 13's less weights and input.",
-                notes=notes.lines(style.characters(width)),
+                notes=style.below(width, notes),
             )  # fmt: skip
             figure, margins = page.make()
             margins["bottom"] += 0.14 / figure.get_size_inches()[1]

@@ -231,7 +231,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             title="SonicMoE: speed, memory, distance from the bound",
             subtitle=f"{style.gpu_text(table.gpus(everything))}, bfloat16, uniform routing, top-K; whiskers: 95 % "
             f"interval.{bound_text(bounds.values())}\n{style.PAPER_NOTE}.",
-            notes=notes.lines(style.characters(width), most=8),
+            notes=style.below(width, notes, most=8),
         )  # fmt: skip
         figure, margins = page.make()
         margins["bottom"] += 0.20 / figure.get_size_inches()[1]

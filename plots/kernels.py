@@ -174,15 +174,13 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
         legend.append((line, "aggregation: the fastest of rows in the tokens' order"))
     tokens = ", ".join(f"T = {T} at {model}" for model, ((T, _), _) in table.MODELS.items())
     width, in_lines = 11.0, math.ceil(len(panels) / 2)
-    characters = style.characters(width)
-    caption = style.wrapped(CAPTION, characters) if measured else []
     with style.figure_style():
         page = style.Page(
             width=width, panels_height=2.55 * in_lines if measured else 0.9, legend=legend,
             title="The kernels of one MoE layer, one by one",
             subtitle=f"{style.gpu_text(table.gpus(kernels))}, bfloat16, uniform routing, top-K; whiskers: 95 % "
             f"interval of the median.\nUnder the bars: n, then E and K, of the paper's twelve layers; {tokens}.",
-            notes=[*caption, *notes.lines(characters)],
+            notes=style.below(width, notes, CAPTION if measured else ()),
         )  # fmt: skip
         figure, margins = page.make()
         if not measured:

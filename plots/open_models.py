@@ -114,14 +114,12 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     if any(bar.unstable for found in panels.values() for bar in found.values()):
         legend.append((style.key_unstable(), "hatched: unstable"))
     width = 10.0
-    characters = style.characters(width)
-    caption = style.wrapped(CAPTION, characters) if measured else []
     with style.figure_style():
         page = style.Page(
             width=width, panels_height=7.3 if measured else 0.9, legend=legend,
             title="One MoE layer of each of six open models",
             subtitle=f"{style.gpu_text(table.gpus(layers))}, T = {tokens}, bfloat16, uniform routing, top-K.",
-            notes=[*caption, *notes.lines(characters)],
+            notes=style.below(width, notes, CAPTION if measured else ()),
         )  # fmt: skip
         figure, margins = page.make()
         if not measured:

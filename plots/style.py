@@ -249,6 +249,13 @@ def wrapped(sentences: Iterable[str], width: int, indent: str = "") -> list[str]
     return [line for one in sentences for line in textwrap.wrap(one, width, subsequent_indent=indent)]
 
 
+def below(inches: float, footnotes: Footnotes, caption: Iterable[str] = (), most: int = 14) -> list[str]:
+    """What stands below the panels of a page of that many inches: the caption's sentences, and the footnotes in at most
+    ``most`` lines."""
+    width = characters(inches)
+    return [*wrapped(caption, width), *footnotes.lines(width, most)]
+
+
 def swatch(colour: str) -> Patch:
     """An implementation's legend entry."""
     return Patch(facecolor=colour, edgecolor=edge(colour), linewidth=0.5)

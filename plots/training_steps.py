@@ -198,15 +198,13 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     if any(bar.unstable for bars in panels.values() for bar in bars):
         legend.append((style.key_unstable(), "hatched: unstable"))
     heights = [BAR * len(bars) + EDGE for bars in panels.values()]
-    characters = style.characters(WIDTH)
-    caption = style.wrapped((CAPTION, PAPER_CAPTION)[: 1 + beside], characters)
     with style.figure_style():
         page = style.Page(
             width=WIDTH, panels_height=sum(heights) + GAP * (len(heights) - 1), legend=legend, left=2.25,
             title="Training steps: billion tokens a day on each GPU",
             subtitle=f"{style.gpu_text(table.gpus(everything))}; whole steps of a model, wall clock, the last run of "
             "each; whiskers: 95 % interval of the median.",
-            notes=[*caption, *notes.lines(characters)],
+            notes=style.below(WIDTH, notes, (CAPTION, PAPER_CAPTION)[: 1 + beside]),
         )  # fmt: skip
         figure, margins = page.make()
         gap = GAP / (sum(heights) / len(heights))
