@@ -32,8 +32,8 @@ baselines: $(STAMP)  ## install the baselines' packages on a GPU node, one by on
 	done
 	$(BIN)/moebench doctor
 
-reproduce: $(STAMP) $(if $(HAS_GPU),baselines)  ## measure what this machine can, draw every figure, and report
-	$(BIN)/moebench reproduce
+reproduce: $(STAMP) $(if $(HAS_GPU),baselines)  ## measure what this machine can, draw every figure, and report; for part of it: make reproduce WITHIN=25m
+	$(BIN)/moebench reproduce $(if $(WITHIN),--within $(WITHIN))
 
 test: $(STAMP)  ## the test suite; no GPU needed
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter

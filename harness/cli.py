@@ -59,6 +59,16 @@ ShapeOption = Annotated[
     list[str] | None, typer.Option("--shape", help="Only this shape, T,d,n,E,K, or a named group (repeatable).")
 ]
 
+MissingIn = Annotated[
+    Path | None,
+    typer.Option(
+        "--missing-in", help="Only what no row in this folder, or file, has as ok or unsupported, whatever its commit."
+    ),
+]
+Within = Annotated[
+    str,
+    typer.Option("--within", help="Such as 25m: begin nothing that would not end in this time, and leave it out."),
+]
 RowsFolder = Annotated[
     Path | None,
     typer.Option("--output", help="Folder for the rows; default: results/local/<gpu>, which git ignores."),
@@ -166,13 +176,17 @@ def conformance(
     output: RowsFolder = None,
     jobs: Annotated[int, typer.Option(help="Worker processes side by side; they share a GPU, nothing is timed.")] = 1,
     time_limit: Annotated[float, typer.Option(help="Seconds that a case may take, building included.")] = 60.0,
+    missing_in: MissingIn = None,
+    within: Within = "",
 ) -> None:
     """Meet the public bug reports of MoE kernels; exit code 1 where one of our own implementations fails."""
     from harness.conformance.command import conformance as run_suite
+    from harness.deadline import Deadline
 
+    deadline = Deadline.of("--within", within)
     global _kept
     _kept = "; every finished row is stored"
-    if run_suite(out, implementations or [], case or [], device, output, jobs, time_limit):
+    if run_suite(out, implementations or [], case or [], device, output, jobs, time_limit, missing_in, deadline):
         raise typer.Exit(EXIT_NOT_CONFORMING)
 
 
@@ -182,7 +196,12 @@ def run(
     only: Only = None,
     skip: Skip = None,
     shape: ShapeOption = None,
+    operation: Annotated[
+        list[str] | None, typer.Option("--operation", help="Only this operation (repeatable).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip rows that are there already.")] = False,
+    missing_in: MissingIn = None,
+    within: Within = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points with a time estimate.")] = False,
     output: RowsFolder = None,
     mode: Annotated[str, typer.Option(help="burst, sustained or paced; default: the sweep's.")] = "",
@@ -194,8 +213,12 @@ def run(
     ] = "",
 ) -> None:
     """Measure sweeps; every outcome is a row in <output>/<sweep>.jsonl."""
+    from harness.deadline import Deadline
     from harness.session import chosen_place, run_sweeps
 
+    deadline = Deadline.of("--within", within)
+    if deadline and ray:
+        raise UserError("--within and --ray: leave one of both out; a cluster is handed every job at once")
     global _kept
     _kept = "" if dry_run else "; every finished row is stored, continue with --resume"
     with chosen_place(gpus, ray) as place:
@@ -205,7 +228,10 @@ def run(
             only or [],
             skip or [],
             shape or [],
+            operations=operation or [],
             resume=resume,
+            missing_in=missing_in,
+            deadline=deadline,
             dry_run=dry_run,
             output=output,
             mode=mode,
@@ -368,13 +394,15 @@ def report(
 
 
 @app.command()
-def reproduce() -> None:
+def reproduce(within: Within = "") -> None:
     """Measure what this machine can (the paper's sweeps on a GPU, else CPU scale) and draw every figure."""
+    from harness.deadline import Deadline
     from harness.session import reproduce as run_everything
 
+    deadline = Deadline.of("--within", within)
     global _kept
     _kept = "; every finished row is stored, run it again to continue"
-    run_everything(out)
+    run_everything(out, deadline)
 
 
 class _Ended(BaseException):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness import accounts, store
+from harness.deadline import Deadline
 from harness.environment import environment, gpu_name, package_version
 from harness.errors import printable
 from harness.estimate import job_seconds
@@ -109,6 +110,8 @@ class Summary:
     by_implementation: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     failures: list[tuple[str, str, str]] = field(default_factory=list)
     skipped: int = 0
+    #: Jobs that were not begun, since they would not have ended in time.
+    late: int = 0
     seconds: float = 0.0
     build_s: float = 0.0
     #: Harness overhead in seconds by shape: (inputs + reference + correctness + memory + share of process start).
@@ -146,7 +149,15 @@ class Runner:
         time_limit_s: float,
         resume: bool,
         place: Place | None = None,
+        deadline: Deadline | None = None,
+        known: store.Known | None = None,
     ) -> None:
+        """
+        Args:
+            resume: leave out what ``output`` has rows of that still hold.
+            deadline: begin no job that would not end before it.
+            known: leave out what these rows say, too, whatever they were measured with.
+        """
         self.sweep = sweep
         self.registry = registry
         self.output = output
@@ -159,6 +170,7 @@ class Runner:
         # Jobs may run side by side, each in a thread of its own.
         self._lock = threading.RLock()
         self._place = place
+        self._deadline = deadline
         self._gpu = gpu_name() if place is None else place.gpu
         self._machine: dict[str, dict[str, Any]] = {}
         # A group's works run together, in the order in which the sweep names the groups.
@@ -171,6 +183,8 @@ class Runner:
         for work in (work for group in groups.values() for work in group):
             job = self._plan(work)
             left = [pass_ for pass_ in work.passes if job.bases[pass_]["resume_key"] not in done]
+            if known is not None:
+                left = [pass_ for pass_ in left if not known.has(self._asked(job, pass_), self._gpu)]
             self.summary.skipped += len(work.passes) - len(left)
             if left:
                 # All passes of a work come from one measurement; what is left is measured again as a whole, but only
@@ -179,7 +193,8 @@ class Runner:
                 self.jobs.append(job)
 
     def on_event(self, report: Callable[[str, Job, str], None]) -> None:
-        """Call ``report(event, job, text)`` as a job starts, enters a phase (its name is the text) and is done."""
+        """Call ``report(event, job, text)`` as a job starts, enters a phase (its name is the text) and is done; or is
+        left out, since it comes too late (event ``late``)."""
 
         def one_at_a_time(event: str, job: Job, text: str) -> None:
             with self._lock:
@@ -241,6 +256,13 @@ class Runner:
             bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}
         return Job(work, bases, self._refusal(work, known), settings=self.settings)
 
+    @staticmethod
+    def _asked(job: Job, pass_: str) -> dict[str, Any]:
+        """The row of a pass as far as it is known before it is measured."""
+        point = job.work.point
+        measured_on = "fake" if job.work.kind == "fake" else point.device
+        return {**job.bases[pass_], **row_fields(point), "measured_on": measured_on}
+
     def _code(self, implementation: Implementation) -> str:
         """`code_hash`, once for a sweep: it reads and parses all that a plugin imports."""
         if implementation.name not in self._codes:
@@ -300,6 +322,13 @@ class Runner:
                     self._fail(job, list(job.bases), *job.refusal)
                     self._report("done", job, job.refusal[0])
                     continue
+                if self._deadline is not None and not self._deadline.fits(job.seconds):
+                    # A shorter one may follow.
+                    with self._lock:
+                        self.summary.late += 1
+                    self._report("late", job, "")
+                    continue
+                began = time.perf_counter()
                 self._report("start", job, "")
                 if worker is not None and worker_group != job.work.group:
                     worker.close()
@@ -323,6 +352,8 @@ class Runner:
                     if not again:
                         break
                     allow_graph = allow_graph and again != WITHOUT_GRAPHS
+                if self._deadline is not None:
+                    self._deadline.took(job.seconds, time.perf_counter() - began)
                 self._report("done", job, "")
         finally:
             if worker is not None:

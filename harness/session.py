@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from harness import store
+from harness.deadline import Deadline
 from harness.environment import environment, gpu_name
 from harness.errors import UserError, one_line
 from harness.interface import SHORT_DTYPES, Point
@@ -72,7 +73,10 @@ def run_sweeps(
     skip: Sequence[str],
     shapes: Sequence[str],
     *,
+    operations: Sequence[str] = (),
     resume: bool = False,
+    missing_in: Path | None = None,
+    deadline: Deadline | None = None,
     dry_run: bool = False,
     output: Path | None = None,
     mode: str = "",
@@ -82,6 +86,9 @@ def run_sweeps(
     """Run sweeps one after another, then draw the figures that they name; returns how many rows failed.
 
     Args:
+        only, skip, shapes, operations: filters (`Sweep.filter`).
+        missing_in: measure only what no row in this folder, or file, says (`store.Known`).
+        deadline: begin no job that would not end before it.
         figures: with False, nothing is drawn.
         place: where jobs run (`chosen_place`).
     """
@@ -90,7 +97,8 @@ def run_sweeps(
     registry = load_registry()
     # All of them are read before the first one runs: a typing error must not surface after an hour.
     whole = [load_sweep(name, registry) for name in names]
-    loaded = [sweep.filter(only, skip, shapes) for sweep in whole]
+    loaded = [sweep.filter(only, skip, shapes, operations) for sweep in whole]
+    known = known_rows(out, missing_in)
     folder = results_folder(output, place)
     drawn = list(dict.fromkeys(sweep.figure for sweep in loaded if sweep.figure)) if figures and not dry_run else []
     target = folder / "figures"
@@ -109,7 +117,7 @@ def run_sweeps(
                 held.enter_context(store.hold(path))
         try:
             for sweep, path in zip(loaded, paths, strict=True):
-                failed += run_sweep(out, sweep, registry, path, resume, dry_run, mode, place)
+                failed += run_sweep(out, sweep, registry, path, resume, dry_run, mode, place, deadline, known)
         except store.WriteError as error:
             raise UserError(f"{error}. Every finished row is stored: continue with --resume") from error
     for name in drawn:
@@ -121,6 +129,18 @@ def run_sweeps(
             reason = one_line(f"{kind}{error}")
             out.print(f"[yellow]not drawn[/] {name}: {escape(reason)}", highlight=False, soft_wrap=True)
     return failed
+
+
+def known_rows(out: Console, place: Path | None) -> store.Known | None:
+    """What the option ``--missing-in`` names, a folder or a file of rows; None where it is not given."""
+    if place is None:
+        return None
+    if not place.exists():
+        raise UserError(f"--missing-in {place}: no such folder or file")
+    rows, problems = store.read_folder(place) if place.is_dir() else store.read(place)
+    for problem in problems:
+        out.print(f"[yellow]ignored[/] {escape(str(problem))}", highlight=False, soft_wrap=True)
+    return store.Known(rows)
 
 
 @contextlib.contextmanager
@@ -177,6 +197,8 @@ def run_sweep(
     dry_run: bool,
     mode: str = "",
     place: Place | None = None,
+    deadline: Deadline | None = None,
+    known: store.Known | None = None,
 ) -> int:
     """Run one sweep into ``path``, which the caller holds (`store.hold`) unless it is a dry run; returns how many rows
     failed.
@@ -198,6 +220,8 @@ def run_sweep(
         time_limit_s=options.time_limit_s,
         resume=resume,
         place=place,
+        deadline=deadline,
+        known=known,
     )
     if dry_run:
         _print_plan(out, sweep, runner)
@@ -220,7 +244,7 @@ def run_sweep(
 
         def report(event: str, job: Job, text: str) -> None:
             nonlocal finished
-            if event == "done":
+            if event in ("done", "late"):
                 finished += 1
                 progress.update(task, advance=job.seconds, jobs=f"{finished}/{len(runner.jobs)}")
             else:
@@ -232,6 +256,13 @@ def run_sweep(
         runner.on_event(report)
         summary = runner.run()
     _print_summary(out, summary, path)
+    if summary.late:
+        out.print(
+            f"[yellow]left out[/] {summary.late} of {len(runner.jobs)} jobs, which would not have ended in time: "
+            "continue with --resume",
+            highlight=False,
+            soft_wrap=True,
+        )
     return summary.failed
 
 
@@ -355,12 +386,16 @@ def _draw(
     return written
 
 
-def reproduce(out: Console) -> None:
-    """The paper's sweeps where there is a GPU, else everything that a CPU can show; then every figure."""
+def reproduce(out: Console, deadline: Deadline | None = None) -> None:
+    """The paper's sweeps where there is a GPU, else everything that a CPU can show; then every figure.
+
+    Args:
+        deadline: begin no job that would not end before it.
+    """
     names = GPU_SWEEPS if gpu_name() else CPU_SWEEPS
     if names is CPU_SWEEPS:
         out.print("No NVIDIA GPU here: measuring at CPU scale; figures come from the committed rows of real GPUs.")
-    failed = run_sweeps(out, names, (), (), (), resume=True, figures=False)
+    failed = run_sweeps(out, names, (), (), (), resume=True, deadline=deadline, figures=False)
     if failed:
         out.print(f"[yellow]{failed} rows failed; the figures mark them[/]")
     draw_figures(out, None, None, [])

@@ -360,6 +360,32 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     return list(newest.values())
 
 
+class Known:
+    """The measurements of which rows say what came of them, whatever the code and packages that they were made with.
+
+    Where a GPU is named, a GPU's rows count if they are of that model; rows of CPUs always do.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._found: dict[str, set[str | None]] = {}
+        for row in rows:
+            if row.get("status") in FINAL_STATUSES:
+                self._found.setdefault(identity(row, None), set()).add(_gpu_of(row))
+
+    def has(self, row: Mapping[str, Any], gpu: str | None) -> bool:
+        """Whether there is one of the same measurement as ``row``, which need say no more than what is asked for.
+
+        Args:
+            gpu: the model on which it would be measured; None: any.
+        """
+        found = self._found.get(identity(cast(Row, row), None), set())
+        return bool(found) and (gpu is None or row.get("measured_on") != "cuda" or gpu in found)
+
+
+def _gpu_of(row: Row) -> str | None:
+    return (row.get("environment") or {}).get("gpu") if row.get("measured_on") == "cuda" else None
+
+
 def precedence(row: Row) -> tuple[bool, str]:
     """Of one measurement's rows that one counts whose precedence is highest, of equals the one that stands last: the
     latest. That a package was missing once takes nothing back, though, that was found out with it."""

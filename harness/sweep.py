@@ -230,13 +230,26 @@ class Sweep:
         everything = [*self.points, *(ratio.point for ratio in self.ratios), *self.fakes, *self.accounts]
         return list(dict.fromkeys(point.shape for point in everything))
 
-    def filter(self, only: Iterable[str] = (), skip: Iterable[str] = (), shape: Iterable[str] | str = ()) -> Sweep:
+    @property
+    def operations(self) -> list[str]:
+        """Names of all operations in it, in order; a bound's stand for themselves."""
+        everything = [*self.points, *(ratio.point for ratio in self.ratios), *self.fakes, *self.accounts]
+        return list(dict.fromkeys(point.operation for point in everything))
+
+    def filter(
+        self,
+        only: Iterable[str] = (),
+        skip: Iterable[str] = (),
+        shape: Iterable[str] | str = (),
+        operation: Iterable[str] = (),
+    ) -> Sweep:
         """The part of it that a user asks for.
 
         Args:
             only: implementations to keep; none: all. A ratio stays where both of its implementations do.
             skip: implementations to leave out.
             shape: shapes to keep, as ``T,d,n,E,K`` or as the name of a group; none: all.
+            operation: operations to keep; none: all.
 
         Raises:
             UserError: a name or shape that the sweep does not have, or nothing is left.
@@ -261,11 +274,17 @@ class Sweep:
                 )
             wanted |= set(found)
 
+        operations = list(operation)
+        for name in operations:
+            if name not in self.operations:
+                raise UserError(f"--operation {name}: not in sweep {self.name}; {choices(name, self.operations)}")
+
         def keeps(name: str) -> bool:
             return (not only or name in only) and name not in skip
 
         def keeps_point(point: Point) -> bool:
-            return keeps(point.implementation) and (not wanted or point.shape in wanted)
+            asked = (not wanted or point.shape in wanted) and (not operations or point.operation in operations)
+            return asked and keeps(point.implementation)
 
         left = replace(
             self,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from fake_conformance import StubWorker
     from fake_gate import Gate
 
+    from harness.process import WorkerProcess
+
 ROOT = Path(__file__).resolve().parent.parent
 FAKE_PLUGINS = Path(__file__).resolve().parent / "fake_plugins"
 MARK = "MOEBENCH_TEST_MARK"
@@ -197,6 +199,20 @@ def warm_moebench() -> Iterator[MoeBench]:
     bench = MoeBench(uuid.uuid4().hex, warm=True)
     yield bench
     assert not wait_for_no_process(bench.mark)
+
+
+@pytest.fixture(scope="module")
+def one_worker() -> Iterator[WorkerProcess]:
+    """A worker process for all runs of a module, which end theirs: a start takes seconds. Whoever wants it puts it in
+    the place of `runner.WorkerProcess`."""
+    from harness.process import WorkerProcess
+
+    worker = WorkerProcess()
+    close = worker.close
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(worker, "close", lambda patience_s=0.0: None)
+        yield worker
+    close(patience_s=1.0)
 
 
 @pytest.fixture

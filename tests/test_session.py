@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +53,10 @@ denominator = "sonicmoe_triton"
 """
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    """One for all runs, which end theirs: a start takes seconds."""
-    worker = WorkerProcess()
-    close = worker.close
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(worker, "close", lambda patience_s=0.0: None)
-        yield worker
-    close(patience_s=1.0)
-
-
 @pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch, worker: WorkerProcess) -> None:
+def _no_gpu(monkeypatch: pytest.MonkeyPatch, one_worker: WorkerProcess) -> None:
     monkeypatch.setenv("MOEBENCH_PLUGINS", str(FAKE_PLUGINS))
-    monkeypatch.setattr(runner, "WorkerProcess", lambda: worker)
+    monkeypatch.setattr(runner, "WorkerProcess", lambda: one_worker)
     for module in (runner, session):
         monkeypatch.setattr(module, "gpu_name", lambda: None)
 

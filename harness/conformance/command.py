@@ -13,12 +13,13 @@ from rich.table import Table
 
 from harness.conformance import CASES, COVERED, OPERATION, Case, get_case
 from harness.conformance.suite import TIME_LIMIT_S, Suite, failed_of_ours
+from harness.deadline import Deadline
 from harness.environment import environment, gpu_name
 from harness.errors import UserError
 from harness.interface import Implementation
 from harness.registry import Registry, choices, load_registry
 from harness.report.text import count, one_line, plain
-from harness.session import results_folder
+from harness.session import known_rows, results_folder
 
 #: In the table's cells, of which a dozen must stand beside each other.
 SHORT = {
@@ -42,12 +43,16 @@ def conformance(
     output: Path | None = None,
     jobs: int = 1,
     time_limit_s: float = TIME_LIMIT_S,
+    missing_in: Path | None = None,
+    deadline: Deadline | None = None,
 ) -> int:
     """Run the suite; rows go to ``conformance.jsonl`` in ``output`` (default: as for ``run``).
 
     Args:
         names, cases: all that there are where empty; implementations then are those with a layer for the device.
         device: ``cuda`` or ``cpu``; empty: cuda where there is a GPU.
+        missing_in: meet only the cases of which no row in this folder, or file, says what came (`store.Known`).
+        deadline: begin no case once it is over.
 
     Returns:
         How many cases our own implementations failed.
@@ -72,6 +77,7 @@ def conformance(
     chosen = [case for case in CASES if not wanted or case.name in wanted]
     # Also where a commit is named wrongly: that must not turn every row into a failure.
     environment("fake")
+    known = known_rows(out, missing_in)
     path = results_folder(output) / f"{OPERATION}.jsonl"
     out.print(f"rows -> {path}", highlight=False, soft_wrap=True, markup=False)
     total, done = len(plugins) * len(chosen), 0
@@ -82,9 +88,14 @@ def conformance(
             done += 1
             status.update(escape(f"{done} of {total} · {row['implementation']} {row['variant']}: {row['status']}"))
 
-        suite = Suite(plugins, chosen, device, path, time_limit_s, jobs, on_row=ended)
+        suite = Suite(plugins, chosen, device, path, time_limit_s, jobs, ended, known, deadline)
         rows = suite.run()
-    show(out, rows, chosen, plugins)
+    if rows:
+        show(out, rows, chosen, plugins)
+    if suite.skipped:
+        out.print(f"{count(suite.skipped, 'case')} there already.", highlight=False)
+    if suite.late:
+        out.print(f"[yellow]left out[/] {count(suite.late, 'case')}, since the time was over.", highlight=False)
     return len(failed_of_ours(rows))
 
 
@@ -97,11 +108,18 @@ def _implementations(registry: Registry, names: Sequence[str], device: str) -> l
     return plugins or registry.offering("moe_layer", device)
 
 
+def _cell(status: str) -> str:
+    return f"[{_COLOURS.get(status, 'red')}]{SHORT[status]}[/]"
+
+
 def show(
     out: Console, rows: Sequence[dict[str, Any]], cases: Sequence[Case], plugins: Sequence[Implementation]
 ) -> None:
-    """Print the table of statuses, the reasons for those that are not ok, and a last line that sums up."""
+    """Print the table of statuses of what was met (a dash: this one not), the reasons for those that are not ok, and a
+    last line that sums up."""
     found = {(row["implementation"], row["variant"]): row for row in rows}
+    plugins = [plugin for plugin in plugins if any(name == plugin.name for name, _ in found)]
+    cases = [case for case in cases if any(variant == case.name for _, variant in found)]
     widest = max((len(case.name) for case in cases), default=0)
     named = widest + sum(len(plugin.name) + 3 for plugin in plugins) <= out.width
     if not named:
@@ -116,8 +134,8 @@ def show(
         for number, plugin in enumerate(these, start + 1):
             table.add_column(escape(plugin.name) if named else str(number), no_wrap=True)
         for case in cases:
-            statuses = [found[plugin.name, case.name]["status"] for plugin in these]
-            table.add_row(case.name, *(f"[{_COLOURS.get(status, 'red')}]{SHORT[status]}[/]" for status in statuses))
+            met = [found.get((plugin.name, case.name)) for plugin in these]
+            table.add_row(case.name, *(_cell(row["status"]) if row else "–" for row in met))
         out.print(table)
     # A reason that many cases or implementations share stands once.
     reasons: dict[tuple[str, str], list[str]] = {}

@@ -13,6 +13,7 @@ from typing import Any
 from harness import store
 from harness.compilation import cold_caches
 from harness.conformance import OPERATION, OURS, Case
+from harness.deadline import Deadline
 from harness.environment import environment, gpu_name, package_version
 from harness.interface import Implementation, Point
 from harness.operations import get_operation
@@ -54,6 +55,9 @@ class Suite:
         time_limit_s: seconds that a case may take, building included.
         jobs: how many worker processes run side by side.
         on_row: told each row once it is stored.
+        known: leave out what these rows say, whatever they were made with.
+        deadline: begin no case once it is over.
+        skipped, late: how many cases were left out for either.
     """
 
     implementations: Sequence[Implementation]
@@ -63,6 +67,10 @@ class Suite:
     time_limit_s: float = TIME_LIMIT_S
     jobs: int = 1
     on_row: Callable[[Row], None] = lambda row: None
+    known: store.Known | None = None
+    deadline: Deadline | None = None
+    skipped: int = field(init=False, default=0)
+    late: int = field(init=False, default=0)
     run_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +78,7 @@ class Suite:
         self._machine = environment(self.device, (), initialise_cuda=False)
         self._gpu = gpu_name() if self.device == "cuda" else None
         self._stop = threading.Event()
+        self._counting = threading.Lock()
         # Once for all cases: a plugin's hash reads and parses all that it imports.
         self._made_of = {
             plugin.name: (
@@ -102,11 +111,26 @@ class Suite:
             for case in lane.cases:
                 if self._stop.is_set():
                     return
+                if self._left_out(lane.implementation, case):
+                    continue
                 row = store.keep(self.output, self._meet(lane, case))
                 keep(row)
                 self.on_row(row)
         finally:
             self._close(lane, patience_s=1.0)
+
+    def _left_out(self, implementation: Implementation, case: Case) -> bool:
+        known = self.known is not None and self.known.has(
+            self._base(implementation, case, self._point(implementation, case)), self._gpu
+        )
+        late = not known and self.deadline is not None and self.deadline.left_s() <= 0
+        with self._counting:
+            self.skipped += known
+            self.late += late
+        return known or late
+
+    def _point(self, implementation: Implementation, case: Case) -> Point:
+        return case.point(implementation.name, tuple(implementation.dtypes), self.device)
 
     def _close(self, lane: Lane, patience_s: float = 0.0) -> None:
         if lane.worker is not None:
@@ -145,7 +169,7 @@ class Suite:
 
     def _meet(self, lane: Lane, case: Case) -> Row:
         implementation = lane.implementation
-        point = case.point(implementation.name, tuple(implementation.dtypes), self.device)
+        point = self._point(implementation, case)
         base = self._base(implementation, case, point)
 
         def without_numbers(status: str, reason: str) -> Row:
