@@ -49,7 +49,7 @@ class Family:
 
     def tick(self, experts: tuple[int, int, int]) -> str:
         n, E, K = experts
-        return f"{self.d / n:g}\n(n = {n})" if self.kind == "granularity" else f"{E / K:g}\n(E = {E})"
+        return f"{self.d / n:g}\n({n})" if self.kind == "granularity" else f"{E / K:g}\n({E})"
 
 
 def families(layers: pd.DataFrame) -> list[Family]:
@@ -163,7 +163,7 @@ def _panel(
     axes.minorticks_off()
     axes.set_xlim(min(x) * 0.78, max(x) * 1.28)
     axes.set_ylim(0, (top or 1.0) * 1.08)
-    axes.set_xlabel("granularity d / n" if family.kind == "granularity" else "sparsity E / K", labelpad=1)
+    axes.set_xlabel("granularity d / n (n)" if family.kind == "granularity" else "sparsity E / K (E)", labelpad=1)
     axes.set_ylabel("GiB held" if column == 0 else "TFLOPS")
     style.plain_grid(axes)
 

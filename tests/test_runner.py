@@ -250,6 +250,8 @@ def test_a_worker_takes_jobs_until_it_is_closed(monkeypatch: pytest.MonkeyPatch)
             assert next(e for e in events if e["event"] == "checked")["reason"] is None
         with pytest.raises(WorkerTimeout):
             list(worker.run(job, 0.0))
+        # It is at that job still, whose events must not be taken for the next one's.
+        assert any(event["event"] == "done" for event in worker._read(time.monotonic() + 60))
         monkeypatch.setattr(process, "oom_kills", lambda: 0)
         os.kill(worker._process.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied) as death:
