@@ -6,6 +6,8 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 REQUIREMENTS ?= $(if $(HAS_GPU),requirements/cuda13.txt,requirements/cpu.txt)
 BASELINES := $(filter-out requirements/cpu.txt requirements/cuda13.txt,$(wildcard requirements/*.txt))
 STAMP := $(VENV)/.installed
+# Of pyproject.toml; with browser too, the page's tests run where Chromium and its driver are.
+EXTRAS ?= dev
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
@@ -19,7 +21,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	  { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -r $(REQUIREMENTS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -e '.[$(EXTRAS)]'
 	@touch $@
 
 baselines: $(STAMP)  ## install the baselines' packages on a GPU node, one by one; a failure is reported and stops nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,33 @@ def test_the_suite_and_the_checks_run_without_a_gpu() -> None:
     assert commands(FOLDER / "tests.yml") == [["make", "test"], ["make", "check"]]
     (job,) = workflow(FOLDER / "tests.yml")["jobs"].values()
     assert "self-hosted" not in job["runs-on"]
+
+
+def test_the_pages_tests_have_what_they_need() -> None:
+    (job,) = workflow(FOLDER / "tests.yml")["jobs"].values()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(job["env"]["EXTRAS"].split(",")) == {"dev", "browser"} <= set(extras)
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "EXTRAS ?= dev\n" in text and "-e '.[$(EXTRAS)]'" in text
+
+
+def test_each_night_runs_everything_whatever_failed_before() -> None:
+    path = FOLDER / "gpu.yml"
+    nightly = [step for step in steps(path) if "schedule" in step.get("if", "")]
+    assert [step["name"] for step in nightly] == ["conformance", "tests", "throughput"]
+    (upload,) = (step for step in steps(path) if step.get("uses", "").startswith("actions/upload-artifact"))
+    (job,) = workflow(path)["jobs"].values()
+    left = job["timeout-minutes"] - sum(step["timeout-minutes"] for step in nightly)
+    assert left >= 15  # for the gate itself
+    for step in nightly:
+        assert step["if"] == "${{ !cancelled() && github.event_name == 'schedule' }}"
+        words = shlex.split(step["run"])
+        kept = [word.split("=")[-1] for word in words if "results/local/" in word]
+        assert len(kept) == 1 and kept[0].startswith(upload["with"]["path"])
+        if Path(words[0]).name == "python":
+            assert words[1:3] == ["-m", "pytest"] and list((ROOT / words[3]).glob("test_*.py"))
+    names = [step.get("name") for step in steps(path)]
+    assert names.index("regress") < names.index("conformance") < names.index("throughput") < names.index("summary")
 
 
 @each
