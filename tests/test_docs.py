@@ -171,6 +171,25 @@ def test_the_readme_on_conformance_is_what_the_rows_say() -> None:
         assert set(re.findall(r"`([a-z-]+)`", said)) == cases - set(found[name])
 
 
+def test_the_a_a_ratios_that_leave_one_out_are_told() -> None:
+    """All that the method says of them, and no other."""
+    found = [
+        row for row in rows() if row["record"] == "ratio" and row["status"] == "ok" and row["measured_on"] == "cuda"
+        and row["numerator"] == row["denominator"] and not {"denominator_variant", "denominator_routing"} & set(row)
+    ]  # fmt: skip
+    assert {row["environment"]["gpu"] for row in found} == {"NVIDIA H200"}
+    outside = [row for row in found if not row["ci95"][0] <= 1 <= row["ci95"][1]]
+    said = (DOCS / "method.md").read_text(encoding="utf-8").split("**A/A ratios.**")[1].split("\n")[0]
+    assert (
+        f"Of the {len(found)} A/A ratios in the committed rows of an H200 the interval of {len(outside)} leaves" in said
+    )
+    for row in outside:
+        value = f"{row['value']:.3f} [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
+        layer = f"{row['operation']} {row['variant']}, {row['pass']}, 7B n = {row['shape']['n']}"
+        assert f"{layer}, came to {value} (`{row['sweep']}.jsonl` of {row['timestamp'][:10]})" in said
+        assert row["shape"]["d"] == 1536
+
+
 def test_two_runs_may_differ_by_more_than_their_intervals() -> None:
     assert "Two runs of the same ratio in the committed rows do." in (DOCS / "method.md").read_text(encoding="utf-8")
     runs: dict[str, list[list[float]]] = {}
