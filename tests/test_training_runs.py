@@ -374,7 +374,7 @@ def test_a_checkpoint_of_another_configuration(alone: Path, command_line: Comman
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("huge",), "choose from 1.4B, 7B, quality, quality-pilot, tiny"),
+        (("huge",), "choose from 1.4B, 1.4B-sparse, 7B, quality, quality-pilot, tiny"),
         (("tiny", "--implementation", "sonic"), "unknown implementation"),
         (("tiny", "--implementation", "sonicmoe_triton"), "does not run on cpu"),
         (("tiny", "--routing", "nearest"), "no moe_layer with the routing method nearest"),
