@@ -22,7 +22,7 @@ from harness import store
 from harness.errors import UserError
 from harness.record import utc_now
 from harness.registry import default_registry
-from harness.training import checkpoints, data, log, rows
+from harness.training import checkpoints, data, log, pairs, rows
 from harness.training.config import load_config
 from harness.training.model import Transformer
 
@@ -224,6 +224,16 @@ def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path)
     assert ratio["denominator_routing"]["method"] == "top_k" and ratio["time_kind"] == "host"
     low, high = ratio["ci95"]
     assert low <= ratio["value"] <= high
+
+
+def test_steps_against_their_own_like_must_hold_one() -> None:
+    config = load_config("tiny")
+    assert "1 lies outside" in pairs._doubt(config, config, 1.01, 1.02)
+    assert "1 lies outside" in pairs._doubt(config, config, 0.97, 0.99)
+    assert not pairs._doubt(config, config, 0.99, 1.01)
+    for changes in ({"routing": "nearest"}, {"implementation": "scattermoe"}, {"m_tile": 64}):
+        assert not pairs._doubt(config, load_config("tiny", changes), 1.01, 1.02)
+    assert not pairs._doubt(config, None, 0.8, 0.9)
 
 
 def test_all_processes_against_each_alone(tmp_path: Path) -> None:
