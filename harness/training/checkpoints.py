@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from harness import store
 from harness.errors import UserError
 from harness.training.config import Config, difference
 from harness.training.data import Corpus
@@ -66,18 +69,21 @@ def save(
     """Write a checkpoint after ``step`` steps, and remove all but the last ``config.keep``. Every process calls it.
 
     Raises:
-        UserError: the folder cannot be written.
+        WriteError: the folder cannot be written; earlier checkpoints stay.
     """
     rank = dist.get_rank()
     name = f"step-{step:08d}"
     partial = folder / (name + _PARTIAL)
-    try:
+    with store.write_refusals(folder / name, "--folder"), _taken_back(partial):
         if rank == 0:
             _remove(partial)
             partial.mkdir(parents=True)
         dist.barrier()
         weights, state = get_state_dict(model, optimiser)
-        dcp.save({"model": weights, "optimiser": state}, checkpoint_id=partial)
+        try:
+            dcp.save({"model": weights, "optimiser": state}, storage_writer=_Writer(partial))
+        except dcp.CheckpointException as error:
+            raise _first(error) from None
         (partial / f"corpus-{rank}.json").write_text(json.dumps(corpus.state()), encoding="utf-8")
         dist.barrier()
         if rank == 0:
@@ -93,8 +99,37 @@ def save(
             for old in complete(folder)[: -config.keep]:
                 _remove(old.folder)
         dist.barrier()
-    except OSError as error:
-        raise UserError(f"{error.filename or folder}: the checkpoint cannot be written: {error.strerror}") from error
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's. Where a file refuses what is written, torch complains about the archive that lacks it, in words without
+    the reason; here the reason stays."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _first(error: dcp.CheckpointException) -> BaseException:
+    """What went wrong on the first process where something did: torch's own exception is no `Exception`, and its text
+    is that of tracebacks."""
+    return error.failures[min(error.failures)][0]
+
+
+@contextmanager
+def _taken_back(partial: Path) -> Iterator[None]:
+    """What the disk did not take whole makes room again."""
+    try:
+        yield
+    except OSError:
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                _remove(partial)
+        raise
 
 
 def load(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness import store
+from harness.documents import put
 from harness.errors import UserError
 
 #: Not ``.jsonl``, as files of rows are called, among which a run's folder may lie.
@@ -45,10 +47,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class Log:
-    """Appends to a run's curves.
+    """Appends to a run's curves, by whole lines.
 
     Raises:
-        UserError: the folder cannot be written.
+        WriteError: the folder cannot be written; what was there stays.
     """
 
     def __init__(self, folder: Path, done: int, config: Mapping[str, Any]) -> None:
@@ -57,20 +59,18 @@ class Log:
             done: steps that stay; lines of later ones, which will be computed again, go.
             config: of the run, for `read_config`.
         """
-        path = folder / FILE
+        self._path = folder / FILE
         kept = [line for line in read(folder) if line.get("step", 0) <= done] if done else []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
-            fresh = path.with_suffix(".new")
-            fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(fresh, path)
-            self._file = open(path, "a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        with store.write_refusals(self._path, "--folder"):
+            put(folder / CONFIG_FILE, json.dumps(config, indent=1))
+            put(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+            self._file = open(self._path, "ab", buffering=0)
 
     def write(self, **values: Any) -> None:
-        self._file.write(json.dumps(values) + "\n")
+        line = json.dumps(values).encode() + b"\n"
+        with store.write_refusals(self._path, "--folder"):
+            descriptor = self._file.fileno()
+            store.write_whole(descriptor, os.fstat(descriptor).st_size, line)
 
     def close(self) -> None:
         self._file.close()

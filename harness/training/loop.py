@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from harness import store
 from harness.compilation import CompilationCounter, watch_triton
 from harness.environment import GpuMonitor
 from harness.errors import UserError
@@ -358,7 +359,9 @@ def failures(base: Mapping[str, Any], rows_folder: Path, place: Place) -> Iterat
                 f"{who}another process has ended, or kept the others waiting for too long; what it printed says why. "
                 f"Continue from the last checkpoint with --resume ({describe(error)[:120]})"
             ) from error
-        rows.append(rows_folder, rows.failed_row(base, "crashed", describe(error)))
+        # A full disk under a cache of compiled kernels, say, is not the implementation's doing.
+        if not (isinstance(error, OSError) and error.errno in store.NO_ROOM):
+            rows.append(rows_folder, rows.failed_row(base, "crashed", describe(error)))
         raise
 
 
