@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import signal
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 from test_store_attacked import largest_file
 from test_training_runs import curve
-from training_runs import train, train_together
+from training_runs import flipped, train, train_together, train_until
 
 from harness.errors import UserError
 from harness.store import WriteError
@@ -127,3 +130,98 @@ def test_a_full_disk_elsewhere_is_no_crash_of_the_implementation(
     code, _, said = command_line("train", "tiny", "--output", tmp_path, "--device", "cpu")
     assert code == 2 and said.startswith("moebench: /a/cache: No space left on device") and said.count("\n") == 1
     assert not (tmp_path / "training.jsonl").exists()
+
+
+# Damage.
+
+
+def without_checksums(folder: Path) -> None:
+    """As checkpoints were before there were any."""
+    for path in (folder / "run" / "checkpoints").glob(f"*/{checkpoints.MARKER}"):
+        marker = json.loads(path.read_text())
+        del marker["checksums"]
+        path.write_text(json.dumps(marker))
+
+
+def test_every_file_of_a_checkpoint_has_a_checksum(stopped: Path) -> None:
+    for checkpoint in checkpoints.complete(stopped / "run" / "checkpoints"):
+        files = {path.name for path in checkpoint.folder.iterdir()} - {checkpoints.MARKER}
+        assert set(checkpoint.checksums) == files == {".metadata", "__0_0.distcp", "corpus-0.json"}
+        for name, checksum in checkpoint.checksums.items():
+            assert checksum == zlib.crc32((checkpoint.folder / name).read_bytes())
+
+
+@pytest.mark.parametrize(("name", "place"), [("__0_0.distcp", 0.5), (".metadata", 0.3), ("corpus-0.json", 0.0)])
+def test_a_damaged_checkpoint_is_named_and_an_older_one_serves(
+    undisturbed: Path, stopped: Path, name: str, place: float
+) -> None:
+    folder = stopped / "run" / "checkpoints" / "step-00000003"
+    before = curve(stopped)
+    flipped(folder / name, place)
+    with pytest.raises(UserError) as refused:
+        train(stopped, resume=True, **FEW)
+    assert str(refused.value) == (
+        f"{folder / name}: damaged, not what was written; remove the folder {folder} to continue from an older "
+        "checkpoint, or else from the beginning"
+    )
+    assert curve(stopped) == before and not (stopped / "training.jsonl").exists()
+    shutil.rmtree(folder)
+    train(stopped, resume=True, **FEW)
+    assert curve(stopped) == curve(undisturbed)
+
+
+def test_a_checkpoint_from_before_checksums_serves(undisturbed: Path, stopped: Path) -> None:
+    without_checksums(stopped)
+    train(stopped, resume=True, **FEW)
+    assert curve(stopped) == curve(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("corpus-0.json", b"\xff"),
+        ("corpus-0.json", b"["),
+        ("corpus-0.json", b"[" * 100_000),
+        (".metadata", b""),
+        (".metadata", b"\x80\x05N."),
+        ("__0_0.distcp", b""),
+        ("__0_0.distcp", b"\0" * 5_000_000),
+    ],
+)
+def test_damage_without_checksums_is_one_line(stopped: Path, name: str, content: bytes) -> None:
+    folder = stopped / "run" / "checkpoints" / "step-00000003"
+    without_checksums(stopped)
+    (folder / name).write_bytes(content)
+    path = folder / checkpoints.MARKER
+    marker = json.loads(path.read_text())
+    path.write_text(json.dumps({**marker, "files": {**marker["files"], name: len(content)}}))
+    with pytest.raises(UserError) as refused:
+        train(stopped, resume=True, **FEW)
+    text = str(refused.value)
+    assert text.startswith(f"{folder / name if 'corpus' in name else folder}: cannot be read (") and text.isprintable()
+    assert f"; remove the folder {folder} to" in text and "Traceback" not in text and len(text) < 1000
+    assert not (stopped / "training.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"[]", b"[" * 100_000, b'{"step": 1e999, "config": {}, "files": {}}',
+     b'{"step": 7, "config": {}, "files": {}}', b'{"step": 4, "config": {}, "files": {}, "checksums": []}'],
+)  # fmt: skip
+def test_a_damaged_marker_is_passed_over(stopped: Path, content: bytes) -> None:
+    """With whatever step it bears: the folder's name says which one it is."""
+    (stopped / "run" / "checkpoints" / "step-00000003" / checkpoints.MARKER).write_bytes(content)
+    assert steps_saved(stopped) == [2]
+
+
+# Kills.
+
+
+@pytest.mark.parametrize("moment", ["step-00000002*", "step-00000004"], ids=["while it saves", "after"])
+def test_a_run_that_is_killed_goes_on_exactly(undisturbed: Path, tmp_path: Path, moment: str) -> None:
+    """As soon as a checkpoint's folder is there, under its name or not yet."""
+    assert train_until(tmp_path, f"run/checkpoints/{moment}", **FEW) == -signal.SIGKILL
+    assert len(curve(tmp_path)) < len(curve(undisturbed))
+    train(tmp_path, resume=True, **FEW)
+    assert curve(tmp_path) == curve(undisturbed)
+    assert steps_saved(tmp_path) == steps_saved(undisturbed) == [5, 6]

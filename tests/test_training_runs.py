@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import MoeBench
 from torch import Tensor
-from training_runs import EVERY, STEPS, first_step_alone, train, train_and_count, train_together
+from training_runs import EVERY, STEPS, first_step_alone, flipped, train, train_and_count, train_together
 
 from harness import store
 from harness.errors import UserError
@@ -177,6 +177,16 @@ def test_a_checkpoint_of_two_processes_serves_one(together: Path, tmp_path: Path
     train(tmp_path, resume=True)
     assert torch.equal(losses(tmp_path)[: 3 * EVERY], losses(together)[: 3 * EVERY])
     torch.testing.assert_close(losses(tmp_path), losses(together), rtol=0, atol=1e-3)
+
+
+def test_processes_name_the_same_damage(together: Path, tmp_path: Path) -> None:
+    shutil.copytree(together / "run", tmp_path / "run")
+    checkpoint = checkpoints.complete(tmp_path / "run" / "checkpoints")[-1]
+    assert set(checkpoint.checksums) == {path.name for path in checkpoint.folder.iterdir()} - {checkpoints.MARKER}
+    flipped(checkpoint.folder / "__1_0.distcp", 0.5)
+    codes, said = train_together(tmp_path, resume=True)
+    assert codes == [2, 2] and [kind for _, kind, _ in said] == ["UserError"] * 2
+    assert all(f"{checkpoint.folder / '__1_0.distcp'}: damaged" in text for _, _, text in said), said
 
 
 def test_a_checkpoint_of_another_text(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

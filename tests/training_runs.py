@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,34 @@ def _process(
         sys.exit(2)
 
 
+def flipped(path: Path, place: float, number: int = 64) -> None:
+    """So many bytes changed, at a share of the file, whose size stays."""
+    content = bytearray(path.read_bytes())
+    start = int(place * (len(content) - 1))
+    for i in range(start, min(start + number, len(content))):
+        content[i] ^= 0xFF
+    path.write_bytes(content)
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness.training.loop"])
+    return context
+
+
+def train_until(folder: Path, sight: str, **changes: Any) -> int | None:
+    """`train` in a process of its own, which is killed as soon as something in the folder fits the pattern; its exit
+    code."""
+    process = _context().Process(target=train, args=(folder,), kwargs=changes)
+    process.start()
+    end = time.monotonic() + HANG_S
+    while process.is_alive() and not any(folder.glob(sight)) and time.monotonic() < end:
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
 def train_together(
     folder: Path, world: int = 2, kill: int | None = None, run: Callable[..., None] = train, **changes: Any
 ) -> tuple[list[int | None], list[tuple[int, str, str]]]:
@@ -103,8 +132,7 @@ def train_together(
     Returns:
         Exit codes by rank, and what the processes raised: (rank, exception's name, message).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness.training.loop"])
+    context = _context()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
