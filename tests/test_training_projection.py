@@ -328,7 +328,7 @@ def run(folder: Path, loss: float, step: int = 100, **changes: Any) -> Path:
     config = load_config("tiny", changes)
     name = f"{config.routing}-{config.seed}-{config.layers}-{step}"
     its = log.Log(folder / name, 0, config.as_dict())
-    its.write(step=step, loss=9.0)
+    its.write(step=step, loss=9.0, tokens=64 * step)
     its.write(step=step, validation_loss=loss)
     its.close()
     return folder / name
@@ -357,7 +357,7 @@ def test_runs_that_are_not_alike(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         with pytest.raises(UserError, match=said):
             power.arms_of([first, other])
-    (first / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0}))
+    (first / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0, "tokens": 64}))
     assert "has no validation loss yet" in refused([str(first)], capsys)
 
 

@@ -9,14 +9,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
+from harness.errors import UserError
 from harness.registry import default_registry
 from harness.training import command, loop
 from harness.training.config import load_config
@@ -56,6 +58,24 @@ def train_and_count(folder: Path, **changes: Any) -> None:
     train(folder, **changes)
     if os.environ["RANK"] == "0":
         (folder / "sums").write_text(str(sums))
+
+
+def read_past_the_end(folder: Path) -> None:
+    """Two processes, of which the second one's corpus ends with the third step; each writes what it can read ahead from
+    the first and from the second step on."""
+    config = load_config("tiny")
+    with process_group("cpu", 30.0) as place:
+        trainer = loop.Trainer(config, default_registry().get(config.implementation), place)
+        batches = trainer.corpus.batches
+
+        def ends(step: int) -> Iterator[Tensor]:
+            if place.rank == 1 and step > 2:
+                raise UserError("ended")
+            return batches(step)
+
+        trainer.corpus.batches = ends  # type: ignore[method-assign]
+        found = [trainer._read_ahead(number) for number in (1, 2)]
+        (folder / f"read-{place.rank}").write_text(repr([its and [len(step) for step in its] for its in found]))
 
 
 def first_step_alone(folder: Path) -> None:
