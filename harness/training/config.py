@@ -16,6 +16,8 @@ from harness.shapes import MOST, MoEShape
 from harness.sweep import MOST_SEED
 from harness.token_rounding import METHODS, MOST_M_TILE
 
+#: Largest factor, learning rate or clipping norm: what is made of them must still be float32.
+MOST_FACTOR = 1e9
 CONFIGURATIONS = Path(__file__).resolve().parent / "configurations"
 
 
@@ -101,15 +103,18 @@ class Config:
         self._within("m_tile", 1, MOST_M_TILE)
         self._within("seed", 0, MOST_SEED)
         self._within("final_share", 0, 1)
-        for name in ("balance", "weight_decay"):
-            self._within(name, 0)
+        for name in ("balance", "weight_decay", "learning_rate", "clip", "rotary_base"):
+            self._within(name, 0, MOST_FACTOR)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{self.name}: {name} = {getattr(self, name)} must be at least 0 and less than 1")
         for name in ("learning_rate", "clip", "rotary_base"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{self.name}: {name} = {getattr(self, name)} must be greater than 0")
-        self.shape  # noqa: B018 - refuses sizes that no layer has
+        try:
+            self.shape  # noqa: B018 - refuses sizes that no layer has
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from error
         if self.d % self.heads or self.d // self.heads % 2:
             raise UserError(f"{self.name}: d = {self.d} must divide into heads = {self.heads} of even width")
         if self.batch % self.micro_batch:
@@ -119,12 +124,12 @@ class Config:
         if self.dtype not in DTYPES:
             raise UserError(f"{self.name}: dtype = {self.dtype!r}: {choices(self.dtype, DTYPES)}")
 
-    def _within(self, name: str, least: int, most: float = math.inf) -> None:
+    def _within(self, name: str, least: int, most: float) -> None:
         value = getattr(self, name)
         if value < least:
             raise UserError(f"{self.name}: {name} = {value} must be at least {least}")
         if value > most:
-            raise UserError(f"{self.name}: {name} = {value} must be at most {most}")
+            raise UserError(f"{self.name}: {name} = {value} must be at most {most:.10g}")
 
     @property
     def shape(self) -> MoEShape:
