@@ -99,10 +99,15 @@ def save(path: Path, text: str) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        put(path, text)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def put(path: Path, text: str) -> None:
+    """`save`, for who has more to say about an `OSError`."""
+    beside = path.with_name(f".{path.name}.new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
