@@ -73,7 +73,7 @@ def check_implementations(
         raise UserError("--device cuda: this machine has no NVIDIA GPU")
     lines = _Lines(out, plugins, distributions or DISTRIBUTIONS)
     return sum(
-        _check_one(lines, plugin, parsed, dtype, device or _device(plugin, has_gpu), distributions, bool(names))
+        _check_one(lines, plugin, parsed, dtype, device or device_for(plugin, has_gpu), distributions, bool(names))
         for plugin in plugins
     )
 
@@ -84,7 +84,8 @@ def _name(plugin: Implementation, operation: str, variant: str) -> str:
     return " ".join(part for part in (plugin.name, named, variant) if part)
 
 
-def _device(plugin: Implementation, has_gpu: bool) -> str:
+def device_for(plugin: Implementation, has_gpu: bool) -> str:
+    """Where it runs unless one says: on the GPU, where there is one and it can."""
     return "cuda" if has_gpu and "cuda" in plugin.devices else "cpu"
 
 
@@ -144,22 +145,29 @@ def _check_one(
     return failed
 
 
-def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, bool, str, str]:
-    """Did it pass, is the worker still good, the result, and what a line says of it."""
-    job: dict[str, Any] = {"kind": "check", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
+def ask(worker: WorkerProcess, job: dict[str, Any], wanted: str, limit_s: float) -> tuple[bool, dict[str, Any]]:
+    """Is the worker still good after a job without rows, and the event that answers it: the one ``wanted``, or
+    ``failed`` with ``status`` and ``reason``, also where the worker died or did not finish in time."""
     found: dict[str, Any] = {}
     keep = True
     try:
-        for event in worker.run(job, TIME_LIMIT_S):
-            if event["event"] in ("checked", "failed"):
+        for event in worker.run(job, limit_s):
+            if event["event"] in (wanted, "failed"):
                 found = event
             elif event["event"] == "done":
                 keep = not event["poisoned"]
     except (WorkerTimeout, WorkerDied) as error:
-        status, reason = worker.failure(error, TIME_LIMIT_S)
-        return False, False, status, reason.splitlines()[0]
+        status, reason = worker.failure(error, limit_s)
+        return False, {"event": "failed", "status": status, "reason": reason.splitlines()[0]}
+    return keep and found.get("status") != "crashed", found
+
+
+def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, bool, str, str]:
+    """Did it pass, is the worker still good, the result, and what a line says of it."""
+    job: dict[str, Any] = {"kind": "check", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
+    keep, found = ask(worker, job, "checked", TIME_LIMIT_S)
     if found.get("event") == "failed":
-        return False, keep and found["status"] != "crashed", found["status"], found["reason"]
+        return False, keep, found["status"], found["reason"]
     if found.get("reason"):
         return False, keep, "wrong", found["reason"]
     errors: dict[str, float] = found["errors"]
