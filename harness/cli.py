@@ -156,7 +156,9 @@ def check(
     shape: Annotated[str, typer.Option(help="T,d,n,E,K")] = "256,128,64,16,4",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; default: the first that fits.")] = "",
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is a GPU.")] = "",
-    distribution: Annotated[list[str] | None, typer.Option(help="Routing distribution; default: all four.")] = None,
+    distribution: Annotated[
+        list[str] | None, typer.Option(help="Routing distribution, or trace:FILE (repeatable); default: all four.")
+    ] = None,
 ) -> None:
     """Check output and all gradients against the fp32 reference, without timing."""
     from harness.check import check_implementations
@@ -277,7 +279,7 @@ def profile(
         str, typer.Option("--pass", help="forward, backward or forward_backward; default: as much as there is.")
     ] = "",
     routing: Annotated[str, typer.Option(help="Routing method; default: top_k.")] = "",
-    distribution: Annotated[str, typer.Option(help="Routing distribution; default: uniform.")] = "",
+    distribution: Annotated[str, typer.Option(help="Routing distribution, or trace:FILE; default: uniform.")] = "",
     chrome_trace: Annotated[
         Path | None, typer.Option("--chrome-trace", help="Write a Chrome trace of one call to this file.")
     ] = None,

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -542,7 +542,7 @@ def measure_ratio(
             continue
         # Where all sides have top-K's T·K rows there is nothing to tell.
         if its.operation == "routed_experts" or any(side.routing.method != "top_k" for side in points):
-            common[key] = {**asdict(its.routing), **_outcome(built, its)}
+            common[key] = {**its.routing.as_dict(), **_outcome(built, its)}
     wrong = [
         f"{_side(points, i)}: {built.correctness.reason}" for i, built in enumerate(builts) if built.correctness.reason
     ]

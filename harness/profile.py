@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.check import ask, device_for
+from harness.check import ask, asked_routing, device_for
 from harness.compare import SHAPE
 from harness.environment import gpu_name
 from harness.errors import UserError, printable
-from harness.interface import DISTRIBUTIONS, DTYPES, Implementation, Point, RoutingSpec
+from harness.interface import DTYPES, Implementation, Point, RoutingSpec
 from harness.operations import OPERATIONS, get_operation, variants_of
 from harness.points import point_to_dict
 from harness.process import WorkerProcess, WorkerStartError
@@ -121,14 +122,14 @@ def asked_point(
     _known("--pass", pass_, PASSES)
     _known("--pass", pass_, passes, f"{operation} has no such pass; ")
     _known("--routing", routing, METHODS)
-    _known("--distribution", distribution, DISTRIBUTIONS)
-    default = RoutingSpec()
+    size = MoEShape.parse(shape or (SHAPE if device == "cuda" else CPU_SHAPE))
+    asked = asked_routing(distribution or RoutingSpec().distribution, size)
     point = Point(
         operation,
         plugin.name,
-        MoEShape.parse(shape or (SHAPE if device == "cuda" else CPU_SHAPE)),
+        size,
         dtype or first,
-        routing=RoutingSpec(routing or default.method, distribution or default.distribution),
+        routing=replace(asked, method=routing or asked.method),
         variant=variant or offered[0],
         device=device,
     )

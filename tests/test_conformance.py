@@ -13,12 +13,12 @@ from fake_conformance import MET
 
 from harness.conformance import CASES, COVERED, LINES, Case, get_case, suite
 from harness.conformance.checks import CHECKS
-from harness.conformance.inputs import assign, case_problem
+from harness.conformance.inputs import case_problem
 from harness.conformance.measure import meet
 from harness.errors import UserError
 from harness.measure import Context
 from harness.registry import default_registry
-from harness.routing import choose_experts, expert_counts
+from harness.routing import assign, choose_experts, expert_counts
 
 #: The reports that the suite was made of; what has no report is tried besides.
 REPORTS = {
