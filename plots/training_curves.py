@@ -86,8 +86,13 @@ def draw(folders: Sequence[Path], output: Path) -> list[Path]:
             title="Training loss by routing",
             subtitle=f"{config['name']}, {config['layers']} layers, {config['implementation']}, corpus "
             f"{config['corpus']}; in brackets the seeds.\n"
-            "Losses in training, each arm's by its own routing; right: of several seeds the mean, and their range.",
-            notes=["Last validation losses, routed by top-K:", *power.table(power.arms_of(folders))],
+            "Losses in training, each arm's by its own routing, averaged over a twentieth of the run; right: of\n"
+            "several seeds the mean, and their range.",
+            notes=[
+                "Last validation losses, routed by top-K; each interval is of its arm alone, and all lie beside the "
+                "same runs by top-K:",
+                *power.table(power.arms_of(folders)),
+            ],
             right=0.2,
         )
         figure, margins = page.make()

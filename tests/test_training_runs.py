@@ -22,7 +22,7 @@ from harness import store
 from harness.errors import UserError
 from harness.record import utc_now
 from harness.registry import default_registry
-from harness.training import checkpoints, data, log, rows
+from harness.training import checkpoints, data, log, pairs, rows
 from harness.training.config import load_config
 from harness.training.model import Transformer
 
@@ -226,6 +226,16 @@ def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path)
     assert low <= ratio["value"] <= high
 
 
+def test_steps_against_their_own_like_must_hold_one() -> None:
+    config = load_config("tiny")
+    assert "1 lies outside" in pairs._doubt(config, config, 1.01, 1.02)
+    assert "1 lies outside" in pairs._doubt(config, config, 0.97, 0.99)
+    assert not pairs._doubt(config, config, 0.99, 1.01)
+    for changes in ({"routing": "nearest"}, {"implementation": "scattermoe"}, {"m_tile": 64}):
+        assert not pairs._doubt(config, load_config("tiny", changes), 1.01, 1.02)
+    assert not pairs._doubt(config, None, 0.8, 0.9)
+
+
 def test_all_processes_against_each_alone(tmp_path: Path) -> None:
     codes, said = train_together(tmp_path, against="alone", rounds=2, shard=1)
     assert codes == [0, 0], said
@@ -374,7 +384,7 @@ def test_a_checkpoint_of_another_configuration(alone: Path, command_line: Comman
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("huge",), "choose from 1.4B, 7B, quality, quality-pilot, tiny"),
+        (("huge",), "choose from 1.4B, 1.4B-sparse, 7B, quality, quality-pilot, tiny"),
         (("tiny", "--implementation", "sonic"), "unknown implementation"),
         (("tiny", "--implementation", "sonicmoe_triton"), "does not run on cpu"),
         (("tiny", "--routing", "nearest"), "no moe_layer with the routing method nearest"),
