@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hostile import NUMBERS, SAME, TEXTS, as_json, spoiled, values
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sweep import REGISTRY
 
-from harness import accounts, session
+from harness import accounts, session, traces
 from harness.claims import engine
 from harness.claims.paper import CLAIMS, load_entries
 from harness.documents import WHOLE, load_json, load_toml
@@ -232,6 +233,53 @@ def test_any_table_of_tuned_choices_is_read_or_refused(folder: Path, content: by
         tuned._choices.cache_clear()
         one_line_or_value(lambda: tuned.overrides("down_projection", 768, 256, 12), "tuned.json")
     tuned._choices.cache_clear()
+
+
+def array_file(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+small = st.integers(0, 4).flatmap(lambda T: st.lists(st.lists(st.integers(-1, 9), min_size=2, max_size=2), min_size=T))
+ARRAYS = st.one_of(
+    small.map(lambda its: np.array(its, dtype=np.int64).reshape(-1, 2)),
+    st.sampled_from(["int8", "uint64", "float32", "bool", "U1", "datetime64[s]", "i4,i4"]).map(
+        lambda kind: np.zeros((3, 2), kind)
+    ),
+    st.sampled_from([(), (0,), (3, 0), (0, 2), (2, 2, 2)]).map(lambda shape: np.zeros(shape, np.int32)),
+)
+
+
+@st.composite
+def trace_files(draw: st.DrawFn) -> tuple[str, bytes]:
+    """The end of a file's name, and what it holds."""
+    form = draw(st.sampled_from([".json", ".csv", ".txt", ".npy", ".bin"]))
+    counts = st.lists(st.one_of(st.integers(0, 50), sizes), min_size=1, max_size=5)
+    if form == ".json":
+        content = as_json(draw(spoiled(draw(counts), values)))
+    elif form == ".npy":
+        content = array_file(draw(ARRAYS))
+    else:
+        content = ", ".join(map(str, draw(counts))).encode()
+    return form, damaged(draw, content)
+
+
+@given(trace_files(), st.sampled_from(["8,16,8,4,2", "3,16,8,4,2", "0,16,8,3,1", "2147483647,1,1,3,2"]))
+@settings(SAME, max_examples=300)
+def test_any_trace_is_read_or_refused(folder: Path, file: tuple[str, bytes], shape: str) -> None:
+    path, size = folder / f"trace{file[0]}", MoEShape.parse(shape)
+    path.write_bytes(file[1])
+    trace = one_line_or_value(lambda: traces.read(path), path.name)
+    if trace is None or one_line_or_value(lambda: trace.check(size) or True, path.name) is None:
+        return
+    assert traces.FORM.fullmatch(trace.distribution)
+    if trace.counts is not None:
+        counts = trace.counts_at(size)
+        assert sum(counts) == size.routed_rows and min(counts) >= 0 and max(counts) <= size.T
+    if size.T < 100:
+        chosen = trace.experts(size).sort(1).values
+        assert chosen.shape == (size.T, size.K) and not bool((chosen[:, 1:] == chosen[:, :-1]).any())
 
 
 @given(st.one_of(st.binary(max_size=60), st.binary(max_size=10).map(lambda part: part * 2000)))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.conformance import CASES, COVERED, OPERATION, Case, get_case
+from harness.conformance import CASES, COVERED, IN_PART, OPERATION, Case, get_case
 from harness.conformance.suite import TIME_LIMIT_S, Suite, failed_of_ours
 from harness.deadline import Deadline
 from harness.environment import environment, gpu_name
@@ -150,6 +150,8 @@ def show(
         out.print(f"[{colour}]{status}[/] {escape(f'{shown}: {reason}')}", highlight=False, soft_wrap=True)
     tests = ", ".join(dict.fromkeys(covered.line for covered in COVERED))
     out.print(f"Also met by tests of this repository: {tests}", highlight=False, soft_wrap=True)
+    parts = "; ".join(map(str, IN_PART))
+    out.print(f"Met in part: {parts}", highlight=False, soft_wrap=True)
     ours = failed_of_ours(rows)
     passed = sum(row["status"] == "ok" for row in rows)
     own = f"; our own implementations fail {count(len(ours), 'case')}" if ours else "; our own fail none"

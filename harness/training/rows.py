@@ -88,7 +88,7 @@ def base_row(
         "shape": config.shape.as_dict(),
         "dtype": config.dtype,
         "layer": asdict(LayerSpec()),
-        "routing": asdict(RoutingSpec(config.routing, seed=config.seed, m_tile=config.m_tile)),
+        "routing": RoutingSpec(config.routing, seed=config.seed, m_tile=config.m_tile).as_dict(),
         "resume_key": key,
         "measured_on": device,
         "environment": machine,
