@@ -44,10 +44,10 @@ def models(sweep: Path = SWEEP) -> dict[str, str]:
 
 
 def implementations(sweep: Path = SWEEP) -> list[str]:
-    """The implementations that the sweep measures, in its order."""
+    """The implementations whose layers the sweep measures, in its order."""
     with sweep.open("rb") as file:
         points = tomllib.load(file)["points"]
-    return [name for entry in points for name in entry["implementations"]]
+    return [name for entry in points if entry["operation"] == "moe_layer" for name in entry["implementations"]]
 
 
 def model_bar(layers: pd.DataFrame, name: str, model: str, shape: str, direction: str, notes: style.Footnotes) -> Bar:
@@ -55,6 +55,11 @@ def model_bar(layers: pd.DataFrame, name: str, model: str, shape: str, direction
     bar = throughput_bar(layers, table.paper_tflops(), name, model, shape, direction, notes)
     missing = math.isnan(bar.value) and not bar.text
     return replace(bar, paper=math.nan, text="not measured") if missing else replace(bar, paper=math.nan)
+
+
+def _not_measured(names: list[str], texts: dict[str, str]) -> list[str]:
+    """A line of the implementations that nobody has measured on this GPU, where there are any."""
+    return [f"Not measured yet: {', '.join(style.label(name, texts) for name in names)}."] if names else []
 
 
 def group_name(model: str, shape: str) -> str:
@@ -95,7 +100,9 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     shapes = models()
     layers = table.layers(everything)
     layers = layers[layers["shape"].isin(shapes.values()) & (layers["measured_on"] == "cuda")]
-    names = style.ordered({*implementations(), *layers["implementation"]})
+    # Of an implementation without any row a bar would be a gap everywhere: a sentence says it once.
+    names = style.ordered(layers["implementation"])
+    absent = [name for name in style.ordered(implementations()) if name not in names]
     texts = labels(everything)
     notes = style.Footnotes()
     panels = {
@@ -119,7 +126,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             width=width, panels_height=7.3 if measured else 0.9, legend=legend,
             title="One MoE layer of each of six open models",
             subtitle=f"{style.gpu_text(table.gpus(layers))}, T = {tokens}, bfloat16, uniform routing, top-K.",
-            notes=style.below(width, notes, CAPTION if measured else ()),
+            notes=style.below(width, notes, (*CAPTION, *_not_measured(absent, texts)) if measured else ()),
         )  # fmt: skip
         figure, margins = page.make()
         if not measured:

@@ -38,6 +38,7 @@ KNOWN: dict[str, tuple[str, str]] = {
     "megatron": ("Megatron", YELLOW),
     "deepgemm": ("DeepGEMM-pt", VERMILLION),
     "deepgemm_pp": ("DeepGEMM++", "#8A3D00"),
+    "liger": ("Liger-Kernel", "#00695C"),
     "torch_grouped_mm": ("torch grouped_mm", "#8C8C8C"),
     "torch_loop": ("torch loop", "#C9C9C9"),
     "torch_kernels": ("PyTorch", "#A3A3A3"),

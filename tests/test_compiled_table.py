@@ -15,6 +15,7 @@ from conftest import ROOT
 pytest.importorskip("triton")
 
 from implementations.sonicmoe_triton.compiled import CASES, TABLE, Facts, differences
+from implementations.sonicmoe_triton.tiles import SHARED_MEMORY
 
 FACTS = Facts(registers=168, stack=0, shared=1024, wgmma=8, tma_loads=1, tma_stores=0, cp_async=4)
 
@@ -47,10 +48,15 @@ def test_the_table_has_every_case_and_no_kernel_that_spills() -> None:
     for case, facts in kernels.items():
         for name, its in facts.items():
             assert set(its) == set(asdict(FACTS)) and its["stack"] == 0, (case, name)
+            assert its["shared"] <= SHARED_MEMORY, (case, name)
     names = {name.split(" #")[0] for facts in kernels.values() for name in facts}
     for part in ("up_projection", "down_projection", "hidden_gradient", "input_gradient", "up_weight_gradient"):
         assert f"gluon_{part}_kernel" in names
     assert {"gluon_down_weight_gradient_kernel", "_aggregation_kernel", "_router_top_k_kernel"} <= names
+    # float32 takes the plain twins, which leave the tensor cores alone: those would round to TF32.
+    exact = kernels["7B, float32"]
+    assert {"up_projection_kernel", "hidden_gradient_kernel", "down_weight_gradient_kernel"} <= set(exact)
+    assert not any(its["wgmma"] for its in exact.values())
 
 
 def test_differences_are_told_kernel_by_kernel() -> None:

@@ -181,6 +181,17 @@ def test_ours_fail_the_suite_and_nobody_else() -> None:
             for status in ("ok", "unsupported", "not_installed", "wrong_result", "unstable")]  # fmt: skip
     failed = suite.failed_of_ours(rows)
     assert [row["implementation"] for row in failed] == [name for name in OURS for _ in range(2)]
+    own = len(OURS)
+    assert suite.own_in_words(rows) == f"{own} ok, {own} not_installed, {own} unsupported, {2 * own} failed"
+
+
+def test_what_ours_refuse_is_said(command_line: CommandLine, tmp_path: Path) -> None:
+    """On a CPU our kernels meet nothing: no failure, and no success."""
+    code, out, err = command_line(
+        "conformance", "sonicmoe_triton", "--case", "tied-scores", "--device", "cpu", "--output", tmp_path
+    )
+    assert code == 0, err
+    assert "0 of 1 case ok; our own: 0 ok, 1 unsupported, none failed." in out
 
 
 def test_on_the_command_line(command_line: CommandLine, tmp_path: Path) -> None:
@@ -199,7 +210,7 @@ def test_on_the_command_line(command_line: CommandLine, tmp_path: Path) -> None:
     assert right["status"] == "ok" and right["environment"]["torch"] and right["routing"]["routed_rows"] == 64 * 24
     assert right["notes"] == ["scaled down on a CPU: memory and time; in full 8192,1536,128,48,24"]
     assert max(right["correctness"]["relative_l2"].values()) <= right["correctness"]["tolerance"]["output"]
-    assert "1 of 3 cases ok; our own fail none." in out and "WRONG" in out and "CRASH " in out
+    assert "1 of 3 cases ok; our own: 1 ok, none failed." in out and "WRONG" in out and "CRASH " in out
 
 
 def test_a_failure_of_ours_is_the_exit_code(
@@ -207,8 +218,8 @@ def test_a_failure_of_ours_is_the_exit_code(
 ) -> None:
     monkeypatch.setattr(stub, "does", staticmethod(lambda job: {"status": "wrong_result", "reason": "[b]output 1[/b]"}))
     for name, expected, words in (
-        ("torch_loop", 1, "our own implementations fail 1 case"),
-        ("torch_grouped_mm", 0, "our own fail none"),
+        ("torch_loop", 1, "our own: 0 ok, 1 failed."),
+        ("torch_grouped_mm", 0, "our own: none met."),
     ):
         code, out, _ = command_line("conformance", name, "--case", "k-of-1", "--output", tmp_path / name)
         assert code == expected and words in out and "[b]output 1[/b]" in out

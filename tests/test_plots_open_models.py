@@ -58,8 +58,14 @@ def _units(shape: str) -> int:
 def test_the_sweep() -> None:
     sweep = load_sweep("open_models", REGISTRY)
     assert list(SHAPES.values()) == [str(shape) for shape in sweep.shapes] and sweep.figure == figure.NAME
-    assert figure.implementations() == list(SPEED)
-    assert len(sweep.points) == 6 * len(SPEED)
+    layers = [point.implementation for point in sweep.points if point.operation == "moe_layer"]
+    assert figure.implementations() == list(dict.fromkeys(layers)) and set(SPEED) < set(layers)
+    assert len(layers) == 6 * len(set(layers))
+    bound = [(point.operation, point.variant) for point in sweep.points if point.implementation == "cublas_bound"]
+    assert bound.count(("dense_bound", "gemm")) == bound.count(("dense_bound", "gemm_glue")) == 6
+    # Every layer that traces, which is where held memory at these sizes is known without a GPU.
+    traces = {plugin.name for plugin in REGISTRY.offering("moe_layer") if plugin.fake_tensors}
+    assert {point.implementation for point in sweep.fakes} == traces and len(sweep.fakes) == 6 * len(traces)
     pairs = [(found.numerator, found.denominator) for found in sweep.ratios]
     for numerator in ("sonicmoe_official", "scattermoe"):
         assert pairs.count((numerator, "sonicmoe_triton")) == 6
@@ -93,8 +99,9 @@ def test_what_cannot_do_a_shape_is_known_before_it_runs() -> None:
         (point.implementation, named[str(point.shape)]): REGISTRY.get(point.implementation).unsupported_reason(point)
         for point in sweep.points
     }
-    assert {key for key, reason in refused.items() if reason} == {("scattermoe", "DeepSeek-V3.2")}
-    assert "32-bit offsets" in (refused["scattermoe", "DeepSeek-V3.2"] or "")
+    narrow = {("scattermoe", "DeepSeek-V3.2"), ("momoe", "DeepSeek-V3.2")}
+    assert {key for key, reason in refused.items() if reason} == narrow
+    assert all("32-bit offsets" in (refused[key] or "") for key in narrow)
 
 
 def test_bars() -> None:
@@ -121,6 +128,17 @@ def test_ratios_stand_below_the_models() -> None:
     assert text == "SonicMoE / ours 1.11×\nScatterMoE / ours 2.00×"
     assert figure.ratio_text(compared, SHAPES["DeepSeek-V3.2"], {}) == "SonicMoE / ours 1.11×"
     assert figure.ratio_text(compared, table.HEADLINE_SHAPE, {}) == ""
+
+
+def test_who_has_no_row_is_named_and_not_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[list[str]] = []
+    said: list[str] = []
+    panel, below = figure._panel, figure.style.below
+    monkeypatch.setattr(figure, "_panel", lambda *args: (drawn.append(args[-1]), panel(*args)))
+    monkeypatch.setattr(figure.style, "below", lambda *args: (said.extend(args[2]), below(*args))[1])
+    figure.draw(rows(), tmp_path)
+    assert [set(names) for names in drawn] == [set(SPEED)] * 3
+    assert said[-1] == "Not measured yet: MoMoE, Megatron, DeepGEMM++, Liger-Kernel."
 
 
 @pytest.mark.parametrize("state", ["all", "one", "failures"])

@@ -45,7 +45,7 @@ def command(*arguments: str) -> tuple[int, str]:
     [
         ((), "the cost of rounding needs a Hopper GPU (compute capability 9.0)"),
         (("--shape", SHAPES[0], "--shape", "8,64,64"), "shape '8,64,64': expected five whole numbers"),
-        (("--shape", "8,100,64,4,2"), "multiples of 8 (16 bytes), not d=100"),
+        (("--shape", "8,64,64,1025,2"), "takes at most 1024 experts, not E=1025"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

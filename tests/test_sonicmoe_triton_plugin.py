@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import implementations.sonicmoe_triton as package
 from harness.costs import held_bytes_sonicmoe
-from harness.interface import ROUTER_CONVENTIONS, LayerSpec, Point
+from harness.interface import DTYPES, ROUTER_CONVENTIONS, LayerSpec, Point
 from harness.memory import tracked_memory
 from harness.problem import make_problem
 from harness.registry import default_registry
@@ -29,6 +30,10 @@ PLUGIN = package.SonicMoETriton()
 
 def on_gpu(shape: str, dtype: str = "bfloat16", **layer: object) -> Point:
     return Point("moe_layer", PLUGIN.name, MoEShape.parse(shape), dtype, LayerSpec(**layer))
+
+
+def kernel(shape: str, dtype: str = "bfloat16") -> Point:
+    return replace(on_gpu(shape, dtype), operation="grouped_gemm", variant="up")
 
 
 def test_the_registry_finds_it_without_importing_its_kernels() -> None:
@@ -45,19 +50,19 @@ def test_the_registry_finds_it_without_importing_its_kernels() -> None:
 
 
 @pytest.mark.parametrize("convention", ROUTER_CONVENTIONS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_it_takes(convention: str, dtype: str) -> None:
-    for shape in [*PAPER, "0,8,8,1,1", "5,64,64,10,3", "100,72,40,1024,64"]:
+    for shape in [*PAPER, "0,8,8,1,1", "5,64,64,10,3", "100,72,40,1024,64", "8,100,36,4,2", "7,5,3,4,2"]:
         assert PLUGIN.unsupported_reason(on_gpu(shape, dtype, router_convention=convention)) is None, shape
 
 
 @pytest.mark.parametrize(
     ("point", "reason"),
     [
-        (on_gpu("8,100,36,4,2"), "multiples of 8 (16 bytes), not d=100 and n=36"),
+        (kernel("8,100,36,4,2"), "multiples of 8 (16 bytes) in bfloat16, not d=100 and n=36"),
+        (kernel("8,102,36,4,2", "float32"), "multiples of 4 (16 bytes) in float32, not d=102"),
         (on_gpu("8,64,64,1025,2"), "at most 1024 experts, not E=1025"),
         (on_gpu("8,64,64,128,65"), "at most 64 experts per token, not K=65"),
-        (on_gpu("8,64,64,4,2", "float32"), "computes in bfloat16, float16 only"),
         (on_gpu("8,64,64,4,2", activation="geglu"), "SwiGLU experts without bias only"),
         (point_of("8,64,64,4,2", "bfloat16", name="sonicmoe_triton"), "does not run on cpu"),
     ],

@@ -162,6 +162,14 @@ def test_bias(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_float32_is_exact_and_does_not_spill(kernel: str) -> None:
-    tile = tile_for(kernel, 1536, 256, element_size=4)
-    check(f"7B fp32 {kernel}", kernel, tile, build(kernel, 1536, 256, tile, element="fp32"), tensor_cores=False)
+@pytest.mark.parametrize(("d", "n"), [LAYERS["120B"], (100, 100)])
+def test_float32_is_exact_and_does_not_spill(d: int, n: int, kernel: str) -> None:
+    tile = tile_for(kernel, d, n, element_size=4)
+    check(f"{d}, {n} fp32 {kernel}", kernel, tile, build(kernel, d, n, tile, element="fp32"), tensor_cores=False)
+
+
+@pytest.mark.parametrize("kernel", (tiles.UP_PROJECTION, tiles.HIDDEN_GRADIENT))
+def test_float32_ungated(kernel: str) -> None:
+    tile = tile_for(kernel, 1536, 256, gated=False, element_size=4)
+    facts = build(kernel, 1536, 256, tile, element="fp32", gated=False)
+    check(f"7B fp32 ungated {kernel}", kernel, tile, facts, tensor_cores=False)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness.conformance import CASES, COVERED, IN_PART, OPERATION, Case, get_case
-from harness.conformance.suite import TIME_LIMIT_S, Suite, failed_of_ours
+from harness.conformance.suite import TIME_LIMIT_S, Suite, failed_of_ours, own_in_words
 from harness.deadline import Deadline
 from harness.environment import environment, gpu_name
 from harness.errors import UserError
@@ -152,7 +152,5 @@ def show(
     out.print(f"Also met by tests of this repository: {tests}", highlight=False, soft_wrap=True)
     parts = "; ".join(map(str, IN_PART))
     out.print(f"Met in part: {parts}", highlight=False, soft_wrap=True)
-    ours = failed_of_ours(rows)
     passed = sum(row["status"] == "ok" for row in rows)
-    own = f"; our own implementations fail {count(len(ours), 'case')}" if ours else "; our own fail none"
-    out.print(f"{passed} of {count(len(rows), 'case')} ok{own}.", highlight=False)
+    out.print(f"{passed} of {count(len(rows), 'case')} ok; our own: {own_in_words(rows)}.", highlight=False)

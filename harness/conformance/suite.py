@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -255,3 +256,13 @@ def outcome(worker: WorkerProcess, job: dict[str, Any], limit_s: float) -> tuple
 def failed_of_ours(rows: Sequence[Row], ours: Sequence[str] = OURS) -> list[Row]:
     """Rows with which one of our own implementations fails."""
     return [row for row in rows if row["implementation"] in ours and row["status"] in FAILURES]
+
+
+def own_in_words(rows: Sequence[Row], ours: Sequence[str] = OURS) -> str:
+    """``36 ok, 2 unsupported, none failed``: a case that ours refuse is no failure, and must not be hidden either."""
+    counts = Counter(row["status"] for row in rows if row["implementation"] in ours)
+    if not counts:
+        return "none met"
+    failed = sum(counts[status] for status in FAILURES)
+    others = [f"{counts[status]} {status}" for status in sorted(counts) if status not in ("ok", *FAILURES)]
+    return ", ".join([f"{counts['ok']} ok", *others, f"{failed or 'none'} failed"])

@@ -152,7 +152,8 @@ class SonicMoETriton(Implementation):
     distributions = ("torch", "triton")
     operations = ("moe_layer", "routed_experts", *KERNELS)
     devices = ("cuda",)
-    dtypes = ("bfloat16", "float16")
+    # float32 multiplies exactly and without tensor cores: for checking, not for speed.
+    dtypes = ("bfloat16", "float16", "float32")
     conventions = ROUTER_CONVENTIONS
     routing_methods = (TOP_K, *ROUNDINGS)
     # It traces, and holds what it should; but a trace does not see the temporaries inside an operator, so that the peak
@@ -170,7 +171,8 @@ class SonicMoETriton(Implementation):
         ("_rounding_", "router"),
         ("_router_", "router"),
         ("_routing_", "router"),
-        # With rounding, autograd adds the router's term to that of the experts.
+        # With rounding, autograd adds the router's term to that of the experts (in float32 by a kernel that the router
+        # itself uses as well, to which its time then counts).
         *((f"cudafunctor_add<c10::{dtype}>", "dX") for dtype in ("bfloat16", "half")),
         *((part, "fill") for part in ("fillfunctor", "memset")),
         # Dense GEMMs, and torch's small kernels on logits, scores and numbers of tokens, are the router's only.
@@ -180,9 +182,14 @@ class SonicMoETriton(Implementation):
     def restriction(self, point: Point) -> str | None:
         shape = point.shape
         # What function's checks refuse; that module needs Triton, and this answer must not.
-        wrong = [f"{name}={size}" for name, size in (("d", shape.d), ("n", shape.n)) if size % 8]
-        if wrong:
-            return f"{self.label} takes widths that are multiples of 8 (16 bytes), not {' and '.join(wrong)}"
+        multiple = 16 // point.torch_dtype.itemsize
+        wrong = [f"{name}={size}" for name, size in (("d", shape.d), ("n", shape.n)) if size % multiple]
+        # The layer pads them; a kernel on its own does not.
+        if wrong and point.operation in KERNELS:
+            return (
+                f"{self.label}, one kernel on its own, takes widths that are multiples of {multiple} (16 bytes) in "
+                f"{point.dtype}, not {' and '.join(wrong)}"
+            )
         if shape.E > 1024:
             return f"{self.label} takes at most 1024 experts, not E={shape.E}"
         if shape.K > 64 and point.operation in ("moe_layer", *KERNELS):

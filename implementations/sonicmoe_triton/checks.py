@@ -9,8 +9,8 @@ from harness.token_rounding import ADDED_WEIGHTS, ROUNDINGS
 from implementations.sonicmoe_triton.activations import is_gated
 
 CONVENTIONS = ("topk_softmax", "softmax_topk", "softmax_topk_renormalised")
-#: What the router's kernels and 16-byte loads take.
-MAX_EXPERTS, MAX_K, ROW_BYTES = 1024, 64, 16
+#: What the router's kernels take.
+MAX_EXPERTS, MAX_K = 1024, 64
 MAX_PAIRS = 2**30
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -103,11 +103,11 @@ def check_pairs(pairs: int) -> None:
         raise ValueError(f"T * K = {pairs}: must be below {MAX_PAIRS}")
 
 
-def check_width(name: str, width: int, dtype: torch.dtype) -> None:
-    """ValueError where rows of a width are no multiple of 16 bytes."""
-    multiple = ROW_BYTES // dtype.itemsize
-    if width < 1 or width % multiple:
-        raise ValueError(f"{name} = {width}: must be a multiple of {multiple} in {dtype} (rows of {ROW_BYTES} bytes)")
+def check_width(name: str, width: int) -> None:
+    """ValueError for a width that is no number of columns; `widths` sees to those that the kernels do not take."""
+    _check_integer(name, width)
+    if width < 1:
+        raise ValueError(f"{name} = {width}: must be at least 1")
 
 
 def check_experts(
@@ -131,8 +131,8 @@ def check_experts(
         if bias is not None and tuple(bias.shape) != (experts, size):
             raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({experts}, {size})")
     check_dtype(x.dtype)
-    check_width("d", d, x.dtype)
-    check_width("n", n, x.dtype)
+    if d < 1 or n < 1:
+        raise ValueError(f"d = {d} and n = {n}: must be at least 1")
     check_alike(x, w1=w1, w2=w2, bias1=bias1, bias2=bias2)
 
 

@@ -146,13 +146,13 @@ def _compiling(seen: list[CompiledKernel]) -> Iterator[None]:
             patch.stop()
 
 
-def _layer(shape: str, run: Callable[..., Tensor]) -> Callable[[], None]:
-    """A forward and a backward in bfloat16 of ``run``(x, w1, w2, router, k)."""
+def _layer(shape: str, run: Callable[..., Tensor], dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+    """A forward and a backward of ``run``(x, w1, w2, router, k)."""
 
     def both_passes() -> None:
         size = MoEShape.parse(shape)
         sizes = (size.T, size.d), (size.E, 2 * size.n, size.d), (size.E, size.d, size.n), (size.E, size.d)
-        leaves = [torch.empty(its, dtype=torch.bfloat16, device="meta", requires_grad=True) for its in sizes]
+        leaves = [torch.empty(its, dtype=dtype, device="meta", requires_grad=True) for its in sizes]
         out = run(*leaves, size.K)
         torch.autograd.grad(out, leaves, torch.empty_like(out))
 
@@ -182,6 +182,7 @@ CASES: dict[str, Callable[[], None]] = {
     "120B, n = 1024": _layer("32768,4096,1024,128,8", _top_k),
     "7B, softmax over all experts": _layer("24576,1536,256,128,8", _softmax_over_all),
     "token rounding, E = 512": _layer("16384,4096,1024,512,8", _rounded),
+    "7B, float32": _layer("24576,1536,256,128,8", _top_k, torch.float32),
 }
 
 

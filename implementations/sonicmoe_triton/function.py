@@ -5,6 +5,9 @@ scores and the routing, nothing of size TK·d: beside the output (2Td bytes in a
 scores, experts, gather and reverse index, and O(E + tiles). No GEMM runs twice and nothing waits for the host. Eagerly
 the backward frees H once it has dH (unless the graph is kept), before it needs the most memory.
 
+Widths that are no multiples of 16 bytes are padded with zeros first, for which `widths` states the price: copies of x
+and of the weights are held as well.
+
 With token rounding inside, p lies between the passes too, 4TE bytes, with its sums over top-K (4T); and H and the 16
 bytes are those of `rounding.pairs_bound` rows, the most that there may be, in place of TK.
 
@@ -53,6 +56,7 @@ from implementations.sonicmoe_triton.operators import (
 )
 from implementations.sonicmoe_triton.rounding import pairs_bound, round_routing
 from implementations.sonicmoe_triton.router import top_k
+from implementations.sonicmoe_triton.widths import fits, widen_columns, widen_experts
 
 
 class RouterOutput(NamedTuple):
@@ -91,11 +95,14 @@ def moe_layer(
         dtype, bfloat16, float16 or float32, and so has the result.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, or a width is no multiple of 16 bytes; the message names it.
+        ValueError: a shape, dtype or device does not fit; the message names it.
         NotImplementedError: under `torch.func.grad`, `jvp` and what they make (`vmap` alone works).
     """
     check_router(x, router, w1, k, convention)
     check_experts(x, w1, w2, bias1, bias2, activation)
+    if not fits(w2):
+        wide, biases = _widened(x, w1, w2, router, bias1, bias2, activation)
+        return _narrowed(moe_layer(*wide, k, convention, activation, *biases), x)
     arguments = x, w1, w2, router, bias1, bias2, k, convention, activation, False
     return _LayerFunction.apply(*arguments) if is_plain(*arguments[:6]) else moe_layer_operator(*arguments)[0]
 
@@ -115,6 +122,10 @@ def moe_layer_with_router(
     gradient to the router's."""
     check_router(x, router, w1, k, convention)
     check_experts(x, w1, w2, bias1, bias2, activation)
+    if not fits(w2):
+        wide, biases = _widened(x, w1, w2, router, bias1, bias2, activation)
+        out, said = moe_layer_with_router(*wide, k, convention, activation, *biases)
+        return _narrowed(out, x), said
     arguments = x, w1, w2, router, bias1, bias2, k, convention, activation, True
     if is_plain(*arguments[:6]):
         out, logits, counts = _LayerFunction.apply(*arguments)
@@ -251,15 +262,33 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
     return logits_of(x, router)
 
 
+def _widened(
+    x: Tensor, w1: Tensor, w2: Tensor, router: Tensor, bias1: Tensor | None, bias2: Tensor | None, activation: str
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+    """`moe_layer`'s tensors as the kernels take them: the first four, and the biases."""
+    x, w1, w2, bias1, bias2 = widen_experts(x, w1, w2, bias1, bias2, activation)
+    return (x, w1, w2, widen_columns(router)), (bias1, bias2)
+
+
+def _narrowed(out: Tensor, x: Tensor) -> Tensor:
+    """As many columns of the output as x has; a copy, where these are fewer, so that the wider one is freed."""
+    return out[:, : x.shape[1]].contiguous()
+
+
 def _routed(*arguments: Any) -> Tensor:
     """`algorithm.routed_forward`'s arguments, checked."""
+    x, w1, w2, scores, experts, token_offsets, bias1, bias2, k, activation = arguments
+    if not fits(w2):
+        wide, w1, w2, bias1, bias2 = widen_experts(x, w1, w2, bias1, bias2, activation)
+        return _narrowed(_routed(wide, w1, w2, scores, experts, token_offsets, bias1, bias2, k, activation), x)
     return _RoutedFunction.apply(*arguments) if is_plain(*arguments[:8]) else routed_experts_operator(*arguments)[0]
 
 
 def choose_experts(x: Tensor, router: Tensor, k: int, convention: str = "topk_softmax") -> tuple[Tensor, Tensor]:
     """(scores (T, K) fp32, experts (T, K) int32) exactly as `moe_layer` chooses them; not differentiable."""
     with torch.no_grad(), guard(x):
-        return top_k(logits_of(x, router), k, convention)
+        # Padded as there: another width might be another sum's order.
+        return top_k(logits_of(widen_columns(x), widen_columns(router)), k, convention)
 
 
 # Autograd.

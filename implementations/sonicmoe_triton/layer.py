@@ -26,7 +26,9 @@ class SonicMoE(nn.Module):
     (T, E) in fp32.
 
     Args:
-        d: embedding width, a multiple of 16 bytes (8 in a 2-byte dtype).
+        d: embedding width. The kernels take multiples of 16 bytes (8 in a 2-byte dtype); any other width is padded
+            with zeros in each forward, which copies x, the weights and the output, and holds the copies of x and the
+            weights until the backward (see `widths`). The parameters have the widths as given.
         n: intermediate width of one expert, likewise.
         experts: E, at most 1024.
         k: experts for each token, at most E and 64.
@@ -66,8 +68,8 @@ class SonicMoE(nn.Module):
         checks.check_convention(router_convention)
         checks.check_choice(experts, k)
         checks.check_dtype(dtype)
-        checks.check_width("d", d, dtype)
-        checks.check_width("n", n, dtype)
+        checks.check_width("d", d)
+        checks.check_width("n", n)
         self.d, self.n, self.experts, self.k = d, n, experts, k
         self.activation, self.router_convention = activation, router_convention
         checks.check_tile(m_tile)

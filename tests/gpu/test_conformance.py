@@ -21,8 +21,6 @@ from . import common
 
 #: What ours refuse, in words; all else must be ok.
 REFUSED = {
-    ("sonicmoe_triton", "stride-of-100"): "multiples of 8",
-    ("sonicmoe_triton", "float32"): "not in float32",
     ("torch_loop", "cuda-graph"): "read on the host",
 }
 

@@ -558,10 +558,15 @@ def test_held_memory_is_the_algorithms(fake: bool) -> None:
         held = {name: held_bytes(name, False, T, d, n, E, K, torch.float16) for name in checks.CONVENTIONS}
         # Logits that the caller got and dropped are gone.
         assert held_bytes("topk_softmax", True, T, d, n, E, K, torch.float16) == held["topk_softmax"]
+        narrow = [held_bytes("topk_softmax", False, T, size, n - 5, E, K, torch.float16) for size in (d - 3, d)]
     tiles = T * K // 128 + E
     least = 2 * T * d + 4 * T * K * n + 16 * T * K
     assert held["topk_softmax"] == held["softmax_topk_renormalised"] == least + 4 * (E + 1) + 8 * tiles + 4
     assert held["softmax_topk"] == held["topk_softmax"] + 2 * T * E
+    # Widths that the kernels do not take: H of the next n that they do, and copies of x and of all weights; where d
+    # fits, of the experts' alone.
+    copies = 2 * (T * d + 3 * E * n * d + E * d)
+    assert narrow == [held["topk_softmax"] - 2 * T * 3 + copies, held["topk_softmax"] + 6 * E * n * d]
 
 
 # The module.
@@ -610,9 +615,9 @@ def test_router_output_and_its_losses() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"d": 18}, "d = 18: must be a multiple of 4"),
-        ({"n": 6}, "n = 6: must be a multiple of 4"),
-        ({"n": 12, "dtype": torch.float16}, "n = 12: must be a multiple of 8"),
+        ({"d": 0}, "d = 0: must be at least 1"),
+        ({"n": -4}, "n = -4: must be at least 1"),
+        ({"n": 8.0}, "n = 8.0: must be an integer"),
         ({"k": 4}, "K = 4: must be between 1 and 3"),
         ({"k": 0}, "K = 0"),
         ({"dtype": torch.float64}, "torch.float64: must be one of"),
@@ -646,6 +651,8 @@ def test_tensors_that_are_refused() -> None:
         function.moe_layer(x, w1, w2, router[:2], 2)
     with pytest.raises(ValueError, match="n: w1 has 16 rows, expected 8 for swiglu, as w2 takes n = 4"):
         function.moe_layer(x, w1, w2[..., :4], router, 2)
+    with pytest.raises(ValueError, match="d = 16 and n = 0: must be at least 1"):
+        function.moe_layer(x, w1[:, :0], w2[..., :0], router, 2)
     with pytest.raises(ValueError, match="bias1 has shape"):
         function.moe_layer(x, w1, w2, router, 2, bias1=random(3, 8))
     experts = torch.zeros(7, dtype=torch.int32)
