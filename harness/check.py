@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from harness import traces
 from harness.environment import gpu_name
 from harness.errors import UserError
 from harness.interface import DISTRIBUTIONS, DTYPES, Implementation, Point, RoutingSpec
@@ -57,23 +58,21 @@ def check_implementations(
     """Print one line for each implementation, variant and distribution; returns how many failed.
 
     Raises:
-        UserError: an unknown implementation, shape, dtype, device or distribution.
+        UserError: an unknown implementation, shape, dtype, device or distribution, or a trace that does not fit.
     """
     registry = load_registry()
     parsed = MoEShape.parse(shape)
     for value, valid, option in ((dtype, list(DTYPES), "--dtype"), (device, ["cuda", "cpu"], "--device")):
         if value and value not in valid:
             raise UserError(f"{option} {value}: {choices(value, valid)}")
-    for distribution in distributions:
-        if distribution not in DISTRIBUTIONS:
-            raise UserError(f"--distribution {distribution}: {choices(distribution, DISTRIBUTIONS)}")
+    routings = [asked_routing(text, parsed) for text in distributions or DISTRIBUTIONS]
     plugins = [registry.get(name) for name in names] if names else registry.all()
     has_gpu = gpu_name() is not None
     if device == "cuda" and not has_gpu:
         raise UserError("--device cuda: this machine has no NVIDIA GPU")
-    lines = _Lines(out, plugins, distributions or DISTRIBUTIONS)
+    lines = _Lines(out, plugins, [routing.distribution for routing in routings])
     return sum(
-        _check_one(lines, plugin, parsed, dtype, device or _device(plugin, has_gpu), distributions, bool(names))
+        _check_one(lines, plugin, parsed, dtype, device or device_for(plugin, has_gpu), routings, bool(names))
         for plugin in plugins
     )
 
@@ -84,7 +83,19 @@ def _name(plugin: Implementation, operation: str, variant: str) -> str:
     return " ".join(part for part in (plugin.name, named, variant) if part)
 
 
-def _device(plugin: Implementation, has_gpu: bool) -> str:
+def asked_routing(text: str, shape: MoEShape) -> RoutingSpec:
+    """The routing by a text of the option ``--distribution``; `UserError` where there is none, or a trace that does not
+    fit the shape."""
+    try:
+        routing = traces.parse(text)
+        traces.check(routing, shape)
+    except UserError as error:
+        raise UserError(f"--distribution {text}: {error}") from error
+    return routing
+
+
+def device_for(plugin: Implementation, has_gpu: bool) -> str:
+    """Where it runs unless one says: on the GPU, where there is one and it can."""
     return "cuda" if has_gpu and "cuda" in plugin.devices else "cpu"
 
 
@@ -94,7 +105,7 @@ def _check_one(
     shape: MoEShape,
     dtype: str,
     device: str,
-    distributions: Sequence[str],
+    routings: Sequence[RoutingSpec],
     asked_for: bool,
 ) -> int:
     """Lines of one plugin; returns how many failed. One that is ``asked_for`` by name fails where it is missing."""
@@ -111,17 +122,18 @@ def _check_one(
     try:
         for operation in plugin.operations:
             for variant in variants_of(plugin, operation):
-                for distribution in distributions or DISTRIBUTIONS:
-                    routing = RoutingSpec(distribution=distribution)
-                    if operation == RoutedExperts.name:
-                        # Tokens with more, with fewer and without experts, however the router's choices lie.
-                        routing = replace(routing, method="expert_choice")
+                for routing in routings:
+                    its = routing
+                    if operation == RoutedExperts.name and not routing.trace_file:
+                        # Tokens with more, with fewer and without experts, however the router's choices lie. (A trace
+                        # says itself who has which.)
+                        its = replace(routing, method="expert_choice")
                     point = Point(
-                        operation, plugin.name, shape, preferred[0], routing=routing, variant=variant, device=device
+                        operation, plugin.name, shape, preferred[0], routing=its, variant=variant, device=device
                     )
                     impossible = get_operation(operation).unsupported_reason(point)
                     refused = ("unsupported", impossible) if impossible else refusal(plugin, point)
-                    cells = (_name(plugin, operation, variant), point.dtype, distribution)
+                    cells = (_name(plugin, operation, variant), point.dtype, routing.distribution)
                     if refused:
                         lines.add(*cells, *refused)
                         failed += refused[0] == "crashed"
@@ -144,22 +156,29 @@ def _check_one(
     return failed
 
 
-def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, bool, str, str]:
-    """Did it pass, is the worker still good, the result, and what a line says of it."""
-    job: dict[str, Any] = {"kind": "check", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
+def ask(worker: WorkerProcess, job: dict[str, Any], wanted: str, limit_s: float) -> tuple[bool, dict[str, Any]]:
+    """Is the worker still good after a job without rows, and the event that answers it: the one ``wanted``, or
+    ``failed`` with ``status`` and ``reason``, also where the worker died or did not finish in time."""
     found: dict[str, Any] = {}
     keep = True
     try:
-        for event in worker.run(job, TIME_LIMIT_S):
-            if event["event"] in ("checked", "failed"):
+        for event in worker.run(job, limit_s):
+            if event["event"] in (wanted, "failed"):
                 found = event
             elif event["event"] == "done":
                 keep = not event["poisoned"]
     except (WorkerTimeout, WorkerDied) as error:
-        status, reason = worker.failure(error, TIME_LIMIT_S)
-        return False, False, status, reason.splitlines()[0]
+        status, reason = worker.failure(error, limit_s)
+        return False, {"event": "failed", "status": status, "reason": reason.splitlines()[0]}
+    return keep and found.get("status") != "crashed", found
+
+
+def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, bool, str, str]:
+    """Did it pass, is the worker still good, the result, and what a line says of it."""
+    job: dict[str, Any] = {"kind": "check", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
+    keep, found = ask(worker, job, "checked", TIME_LIMIT_S)
     if found.get("event") == "failed":
-        return False, keep and found["status"] != "crashed", found["status"], found["reason"]
+        return False, keep, found["status"], found["reason"]
     if found.get("reason"):
         return False, keep, "wrong", found["reason"]
     errors: dict[str, float] = found["errors"]

@@ -1,9 +1,9 @@
-"""The command line: ``moebench list | doctor | check | conformance | run | compare | regress | train | plot | report |
-reproduce``.
+"""The command line: ``moebench list | doctor | check | conformance | run | compare | profile | regress | train | plot |
+report | reproduce``.
 
 Bad input, and a place where rows cannot be stored, get one line on standard error and exit code 2. A command that a
-signal ends has exit code 128 + its number, a sweep in which points failed 3, a regression, or a case of the conformance
-suite that one of our own implementations fails, 1.
+signal ends has exit code 128 + its number, a sweep in which points failed, or a point that could not be profiled, 3, a
+regression, or a case of the conformance suite that one of our own implementations fails, 1.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ def check(
     shape: Annotated[str, typer.Option(help="T,d,n,E,K")] = "256,128,64,16,4",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; default: the first that fits.")] = "",
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is a GPU.")] = "",
-    distribution: Annotated[list[str] | None, typer.Option(help="Routing distribution; default: all four.")] = None,
+    distribution: Annotated[
+        list[str] | None, typer.Option(help="Routing distribution, or trace:FILE (repeatable); default: all four.")
+    ] = None,
 ) -> None:
     """Check output and all gradients against the fp32 reference, without timing."""
     from harness.check import check_implementations
@@ -260,6 +262,46 @@ def compare(
     global _kept
     _kept = "; every finished row is stored"
     if comparing.compare(out, (first, second), shape, operation, variant, dtype, output):
+        raise typer.Exit(EXIT_FAILED_POINTS)
+
+
+@app.command()
+def profile(
+    implementation: Annotated[str, typer.Argument(help="See moebench list.")],
+    shape: Annotated[
+        str, typer.Option(help="T,d,n,E,K; default: the paper's headline layer, on a CPU a small one.")
+    ] = "",
+    operation: Annotated[str, typer.Option(help="See moebench list; default: the implementation's first.")] = "",
+    variant: Annotated[str, typer.Option(help="Of the operation; default: the first.")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; default: the first that fits.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is a GPU.")] = "",
+    pass_: Annotated[
+        str, typer.Option("--pass", help="forward, backward or forward_backward; default: as much as there is.")
+    ] = "",
+    routing: Annotated[str, typer.Option(help="Routing method; default: top_k.")] = "",
+    distribution: Annotated[str, typer.Option(help="Routing distribution, or trace:FILE; default: uniform.")] = "",
+    chrome_trace: Annotated[
+        Path | None, typer.Option("--chrome-trace", help="Write a Chrome trace of one call to this file.")
+    ] = None,
+    ncu: Annotated[
+        bool, typer.Option("--ncu", help="Print a command line for Nsight Compute, and run nothing.")
+    ] = False,
+    time_limit: Annotated[float, typer.Option(help="Seconds that it may take, building included.")] = 600.0,
+) -> None:
+    """Show the kernels of one point under torch.profiler; no row is written."""
+    from harness.profile import profile as show_profile
+
+    options = {
+        "shape": shape,
+        "operation": operation,
+        "variant": variant,
+        "dtype": dtype,
+        "device": device,
+        "pass_": pass_,
+        "routing": routing,
+        "distribution": distribution,
+    }
+    if not show_profile(out, implementation, options, chrome_trace, ncu, time_limit):
         raise typer.Exit(EXIT_FAILED_POINTS)
 
 

@@ -63,7 +63,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, is no TOML, or `beyond` speaks against it.
     """
-    return _load(path, tomllib.loads, "TOML")
+    return _parsed(path, content(path), tomllib.loads, "TOML")
 
 
 def load_json(path: Path) -> Any:
@@ -72,17 +72,32 @@ def load_json(path: Path) -> Any:
     Raises:
         UserError: as `load_toml`.
     """
-    return _load(path, json.loads, "JSON")
+    return parse_json(path, content(path))
 
 
-def _load(path: Path, parse: Callable[[str], Any], form: str) -> Any:
+def content(path: Path, most: int = 0) -> bytes:
+    """All bytes of a file. Raises `UserError` where it cannot be read, or has more of them than ``most`` (0: any)."""
     try:
         # Of a pipe or a device there may be no end.
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: cannot be read: not a file")
-        found = parse(path.read_text(encoding="utf-8-sig"))
+        if most and path.exists() and path.stat().st_size > most:
+            raise UserError(f"{path}: cannot be read: larger than {most} bytes")
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a path that holds what no path can
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def parse_json(path: Path, text: bytes) -> Any:
+    """The value of a JSON file's bytes; `UserError`, with the file's name, as in `load_json`."""
+    return _parsed(path, text, json.loads, "JSON")
+
+
+def _parsed(path: Path, text: bytes, parse: Callable[[str], Any], form: str) -> Any:
+    try:
+        found = parse(text.decode("utf-8-sig"))
     except RecursionError:
         raise UserError(f"{path}: nested more than {DEPTH} deep") from None
     except ValueError as error:
@@ -99,10 +114,15 @@ def save(path: Path, text: str) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        put(path, text)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def put(path: Path, text: str) -> None:
+    """`save`, for who has more to say about an `OSError`."""
+    beside = path.with_name(f".{path.name}.new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -35,12 +37,18 @@ class UserError(Exception):
 
 @contextmanager
 def refusals(program: str) -> Iterator[None]:
-    """For a module that runs by itself: a `UserError` becomes its line, and exit code 2."""
+    """For a module that runs by itself: a `UserError` becomes its line, and exit code 2. Where nobody reads what it
+    prints any more (``| head``), it ends as the signal would end it: exit code 141, and no word."""
     try:
         yield
+        sys.stdout.flush()
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:
+        # Nothing else may go there, at the interpreter's end neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def printable(text: str) -> str:

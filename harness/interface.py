@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -60,12 +60,22 @@ class LayerSpec:
 @dataclass(frozen=True)
 class RoutingSpec:
     """How tokens find experts: the method (see `harness.token_rounding.METHODS`), the distribution of the router's
-    choices, its seed, and the M tile: to which a grouped GEMM pads each expert's rows, and to which rounding rounds."""
+    choices, its seed, and the M tile: to which a grouped GEMM pads each expert's rows, and to which rounding rounds.
+
+    The distribution is one of `DISTRIBUTIONS`, or ``trace:NAME@HASH``, of the file ``trace_file`` (`harness.traces`).
+    """
 
     method: str = "top_k"
     distribution: str = "uniform"
     seed: int = 0
     m_tile: int = 128
+    trace_file: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What rows and resume keys hold: where a trace's file lies is no part of a measurement, its content is."""
+        fields = asdict(self)
+        del fields["trace_file"]
+        return fields
 
 
 @dataclass(frozen=True)

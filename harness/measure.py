@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from harness.memory import cuda_memory, leak_note, tracked_memory
 from harness.operations import get_operation
 from harness.points import row_fields
 from harness.process_state import ProcessState
-from harness.profiling import WindowedCalls, breakdown, busy_samples, kernels_in_windows, profile
+from harness.profiling import KernelInterval, WindowedCalls, breakdown, busy_samples, kernels_in_windows, profile
 from harness.record import SCHEMA_VERSION, utc_now
 from harness.reference import full_precision
 from harness.routing import routing_outcome
@@ -290,7 +290,7 @@ def measure_point(
     host: Samples
     device: Samples | None = None
     busy: list[Sample] = []
-    found: dict[str, Any] = {}
+    found: dict[str, list[KernelInterval]] = {}
     basis_reason = ""
     context.phase("host timing")
     if on_cuda:
@@ -303,16 +303,7 @@ def measure_point(
             heat(host_calls, settings.heat_s)
         host = sample_steadily(host_calls, settings, context.monitor)
         context.phase("profile")
-        order: list[str] = []
-        windowed = paced(WindowedCalls("p", built.layer, built.problems, context.evict, order), settings)
-
-        def profiled() -> None:
-            # The first call under the profiler carries its own start-up.
-            for index in range(-1, 8):
-                windowed(index)
-
-        found = kernels_in_windows(profile(profiled), order)
-        found = {window: kernels for window, kernels in found.items() if not window.endswith(":-1")}
+        found = profiled_windows(built, context)
         busy = busy_samples(found, "p")
         compiled_while_timing = compilations.since_start()
         with context.timed("correctness", phase="check after timing"):
@@ -391,6 +382,21 @@ def measure_point(
         if problems:
             row["status"], row["reason"] = "unstable", problems
         yield row
+
+
+def profiled_windows(built: Built, context: Context) -> dict[str, list[KernelInterval]]:
+    """The kernels of eight calls under the profiler, by window (`WindowedCalls` with the tag ``p``)."""
+    assert context.evict is not None
+    order: list[str] = []
+    windowed = paced(WindowedCalls("p", built.layer, built.problems, context.evict, order), context.settings)
+
+    def calls() -> None:
+        # The first call under the profiler carries its own start-up.
+        for index in range(-1, 8):
+            windowed(index)
+
+    found = kernels_in_windows(profile(calls), order)
+    return {window: kernels for window, kernels in found.items() if not window.endswith(":-1")}
 
 
 def _graph_samples(
@@ -536,7 +542,7 @@ def measure_ratio(
             continue
         # Where all sides have top-K's T·K rows there is nothing to tell.
         if its.operation == "routed_experts" or any(side.routing.method != "top_k" for side in points):
-            common[key] = {**asdict(its.routing), **_outcome(built, its)}
+            common[key] = {**its.routing.as_dict(), **_outcome(built, its)}
     wrong = [
         f"{_side(points, i)}: {built.correctness.reason}" for i, built in enumerate(builts) if built.correctness.reason
     ]

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, NotRequired, TypedDict, cast
 
+from harness import traces
 from harness.documents import DEPTH, LONE, beyond
 from harness.errors import UserError
 from harness.interface import DTYPES, Point
@@ -285,7 +286,7 @@ def point_fields(point: Point) -> dict[str, Any]:
         "shape": point.shape.as_dict(),
         "dtype": point.dtype,
         "layer": asdict(point.layer),
-        "routing": asdict(point.routing),
+        "routing": point.routing.as_dict(),
     }
 
 
@@ -484,6 +485,9 @@ def _identity(row: Mapping[str, Any]) -> list[str]:
         missing = [key for key in keys if value.get(key) is None]
         if missing:
             problems.append(f"{field}: lacks {', '.join(missing)}")
+        distribution = value.get("distribution") or ""
+        if distribution.startswith("trace") and not traces.FORM.fullmatch(distribution):
+            problems.append(f"{field}.distribution {_shown(distribution)}: a trace is written trace:NAME@HASH")
     environment = row.get("environment")
     if environment is not None:
         if not environment:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,20 @@ def expert_counts(indices: Tensor, experts: int) -> Tensor:
     return torch.zeros(experts, dtype=torch.int64, device=indices.device).scatter_add_(
         0, indices.reshape(-1).long(), torch.ones(indices.numel(), dtype=torch.int64, device=indices.device)
     )
+
+
+def assign(counts: Sequence[int], tokens: int, k: int) -> Tensor:
+    """(T, K) distinct experts of each token, int64 on the CPU, of which expert e has ``counts[e]``.
+
+    Raises:
+        ValueError: the counts do not add up to T·K, or an expert has more rows than there are tokens.
+    """
+    if sum(counts) != tokens * k or max(counts, default=0) > tokens:
+        raise ValueError(f"counts {tuple(counts)} are no routing of {tokens} tokens to {k} experts each")
+    pairs = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    # Pair i is token i mod T's: an expert's run of pairs is at most T long and so meets no token twice.
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))
+    return pairs.view(k, tokens).T[order]
 
 
 def routing_outcome(counts: Tensor, m_tile: int) -> dict[str, int]:

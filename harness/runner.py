@@ -234,7 +234,7 @@ class Runner:
             if work.bound:
                 base["denominator_variant"] = work.bound
             if work.denominator_routing:
-                base["denominator_routing"] = asdict(work.denominator_routing)
+                base["denominator_routing"] = work.denominator_routing.as_dict()
         else:
             base |= {"record": "measurement", "implementation": point.implementation, "label": labels[0]}
         found = [i for i in known if i is not None]
@@ -250,7 +250,7 @@ class Runner:
                 kind=work.kind,
                 denominator=work.denominator,
                 bound=work.bound,
-                denominator_routing=work.denominator_routing and asdict(work.denominator_routing),
+                denominator_routing=work.denominator_routing and work.denominator_routing.as_dict(),
                 settings=asdict(self.settings),
             )
             bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}

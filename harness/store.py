@@ -35,10 +35,13 @@ _IDENTIFYING = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
 }
 #: How every line begins that `append` writes.
 _START = b'{"schema":'
+#: Where there is no room, or a limit is reached: what a disk or a quota says of itself, and of nothing that runs here.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+#: By error; ``{}``: the option that names another folder.
 _ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or name another folder by --output"),
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or name another folder by --output",
-    **dict.fromkeys((errno.ENOLCK, errno.EOPNOTSUPP), "name a folder by --output whose file system has locks"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or name another folder by {}"),
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or name another folder by {}",
+    **dict.fromkeys((errno.ENOLCK, errno.EOPNOTSUPP), "name a folder by {} whose file system has locks"),
 }
 
 
@@ -55,7 +58,7 @@ class ReadProblem:
 
 
 class WriteError(UserError):
-    """Rows cannot be written there. The message says why, and what to do."""
+    """Rows, or what a run keeps beside them, cannot be written there. The message says why, and what to do."""
 
 
 class _Held:
@@ -86,7 +89,7 @@ def hold(path: Path | str) -> Iterator[None]:
     name = os.path.realpath(path)
     with _writing:
         if name not in _held:
-            with _refusals(path):
+            with write_refusals(path):
                 _held[name] = _Held(*_locked(path, HOLD_PATIENCE_S))
         _held[name].users += 1
     try:
@@ -129,7 +132,7 @@ def append(path: Path | str, row: Mapping[str, Any]) -> None:
     ordered = {"schema": checked["schema"], **checked}
     line = json.dumps(ordered, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
     name = os.path.realpath(path)
-    with _writing, _refusals(path):
+    with _writing, write_refusals(path):
         held = _held.get(name)
         if held is not None:
             if not _is_at(held.descriptor, path):
@@ -201,19 +204,24 @@ def _locked(path: Path, patience_s: float) -> tuple[int, bool]:
 
 
 @contextlib.contextmanager
-def _refusals(path: Path) -> Iterator[None]:
-    """What the operating system refuses, as a `WriteError`."""
+def write_refusals(path: Path, option: str = "--output") -> Iterator[None]:
+    """What the operating system refuses, as a `WriteError`; ``option`` names another folder."""
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "name another folder by --output")
+        advice = _ADVICE.get(error.errno or 0, "name another folder by {}").format(option)
         raise WriteError(f"{path}: cannot be written: {error.strerror or error}; {advice}") from error
 
 
 def _add(descriptor: int, line: bytes) -> None:
     """Add a line to an open and locked file, whole or not at all."""
     size, before = _mend(descriptor)
-    line = before + line
+    write_whole(descriptor, size, before + line)
+    os.fsync(descriptor)
+
+
+def write_whole(descriptor: int, size: int, line: bytes) -> None:
+    """Add a line to a file of so many bytes that is open for adding, whole or not at all."""
     written = 0
     try:
         while written < len(line):
@@ -224,7 +232,6 @@ def _add(descriptor: int, line: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, size)
         raise
-    os.fsync(descriptor)
 
 
 def _mend(descriptor: int) -> tuple[int, bytes]:
@@ -321,7 +328,7 @@ def read_folder(folder: Path | str) -> tuple[list[Row], list[ReadProblem]]:
 def point_inputs(point: Point, pass_name: str = "", **options: Any) -> dict[str, Any]:
     """Everything that tells one measurement from another, for `resume_key`: the point's fields, the pass (each pass
     has its own row and so its own key) and the options that change what is measured, e.g. ``mode="burst"``."""
-    return {**asdict(point), "pass": pass_name, "options": options}
+    return {**asdict(point), "routing": point.routing.as_dict(), "pass": pass_name, "options": options}
 
 
 def resume_key(point_inputs: Mapping[str, Any], plugin_hash: str, packages: Mapping[str, Any], gpu: str) -> str:

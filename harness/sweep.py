@@ -9,7 +9,8 @@ The format, every key optional unless marked (*)::
 
     [defaults]                       # for every entry below; the first seven may also stand in an entry
     dtype = "bfloat16"               # or a list
-    distributions = ["uniform"]      # how the router's choices are distributed
+    distributions = ["uniform"]      # of the router's choices; "trace:FILE" goes by a real model's (harness/traces.py),
+                                     # FILE as seen from the sweep's folder
     conventions = ["topk_softmax"]   # router conventions
     methods = ["top_k"]              # routing methods (harness/token_rounding.py); moe_layer takes the roundings
     seed = 0
@@ -67,11 +68,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness import accounts
+from harness import accounts, traces
 from harness.documents import load_toml
 from harness.errors import UserError
 from harness.interface import (
-    DISTRIBUTIONS,
     DTYPES,
     ROUTER_CONVENTIONS,
     Implementation,
@@ -614,7 +614,7 @@ class _Reader:
         value, key = self._setting(entry, where, "dtype", "bfloat16")
         dtypes = self._chosen(value, key, "dtype", list(DTYPES))
         value, key = self._setting(entry, where, "distributions", "uniform")
-        distributions = self._chosen(value, key, "distribution", DISTRIBUTIONS)
+        distributions = [self._distribution(text, key) for text in self._texts(value, key)]
         value, key = self._setting(entry, where, "conventions", LayerSpec().router_convention)
         conventions = self._chosen(value, key, "router convention", ROUTER_CONVENTIONS)
         value, key_of_methods = self._setting(entry, where, "methods", RoutingSpec().method)
@@ -626,10 +626,29 @@ class _Reader:
         for method in methods:
             self._check_takes(operation, method, key_of_methods)
         combinations = [
-            (dtype, LayerSpec(router_convention=convention), RoutingSpec(method, distribution, seed, m_tile))
+            (
+                dtype,
+                LayerSpec(router_convention=convention),
+                replace(distribution, method=method, seed=seed, m_tile=m_tile),
+            )
             for dtype, convention, distribution, method in product(dtypes, conventions, distributions, methods)
         ]
         return device[0], combinations
+
+    def _distribution(self, text: str, where: str) -> RoutingSpec:
+        try:
+            return traces.parse(text, self.path.parent)
+        except UserError as error:
+            self.fail(where, str(error))
+
+    def _check_traces(
+        self, shapes: Sequence[MoEShape], combinations: Sequence[tuple[str, LayerSpec, RoutingSpec]], where: str
+    ) -> None:
+        for shape, (_, _, routing) in product(shapes, combinations):
+            try:
+                traces.check(routing, shape)
+            except UserError as error:
+                self.fail(f"{where}.distributions", str(error))
 
     def _check_takes(self, operation: str, method: str, where: str) -> None:
         taken = {RoutedExperts.name: METHODS, MoELayer.name: (TOP_K, *ROUNDINGS)}.get(operation, (TOP_K,))
@@ -644,6 +663,7 @@ class _Reader:
         if "shapes" not in entry:
             self.fail(f"{where}.shapes", f"missing; write T,d,n,E,K or {choices('', self.raw_groups)}")
         shapes = self._shapes(entry["shapes"], f"{where}.shapes")
+        self._check_traces(shapes, combinations, where)
         return [
             Point(operation, name, shape, dtype, layer, routing, variant, device)
             for shape, (dtype, layer, routing), name in product(shapes, combinations, names)
@@ -659,6 +679,7 @@ class _Reader:
         _, combinations = self._settings_of(
             {"device": "cpu", "conventions": LayerSpec().router_convention, **entry}, where, RoutedExperts.name
         )
+        self._check_traces(shapes, combinations, where)
         routings = list(dict.fromkeys(routing for _, _, routing in combinations))
         return [
             Point(accounts.OPERATION, accounts.NAME, shape, routing=routing, device="cpu")
@@ -705,6 +726,7 @@ class _Reader:
             shapes = list(dict.fromkeys(point.shape for point in points if point.operation == operation))
             if not shapes:
                 self.fail(f"{where}.shapes", f"missing, and no [[points]] of {operation} give any")
+        self._check_traces(shapes, combinations, where)
         found = []
         for shape, (dtype, layer, routing), top, bottom in product(shapes, combinations, numerators, denominators):
             shared = [variant for variant in variants[top] if bound or variant in variants[bottom]]

@@ -98,10 +98,17 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             correctness = check_point(point, plugins.get(point.implementation), context)
             events.send("checked", reason=correctness.reason, errors=correctness.errors)
             rows = iter(())
+        elif job["kind"] == "profile":
+            # Only here, since nothing else needs it.
+            from harness.one_call import profiled
+
+            found = profiled(point, job["pass"], plugins.get(point.implementation), context, job["timeline"])
+            events.send("profiled", **found)
+            rows = iter(())
         elif job["kind"] == "fake":
             rows = trace_fake(point, plugins.get(point.implementation), bases, context)
         elif job["kind"] == "conformance":
-            # Only here, since nothing else needs it.
+            # As above.
             from harness.conformance.measure import conformance_rows
 
             rows = conformance_rows(job, point, plugins.get(point.implementation), context)

@@ -354,7 +354,10 @@ def _ablations(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
 
 
 #: Configuration and numerator -> the claim that the ratio stands beside.
-_OF_STEPS = {("7B", "scattermoe"): "training-throughput-7b", ("1.4B", OURS): "token-rounding-training-throughput"}
+_OF_STEPS = {
+    ("7B", "scattermoe"): "training-throughput-7b",
+    ("1.4B-sparse", OURS): "token-rounding-training-throughput",
+}
 
 
 def _training(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
@@ -365,7 +368,7 @@ def _training(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     )
     labels = dict(zip(rows["implementation"], rows["label"], strict=True)) | {OFFICIAL: "SonicMoE"}
     steps = {variant: asked(variant) for variant in of_steps["variant"]}
-    for configuration in ("7B", "1.4B"):
+    for configuration in ("7B", "1.4B", "1.4B-sparse"):
         layers = load_config(configuration).layers
         whole = [
             variant

@@ -461,7 +461,8 @@ def _differences(family: Family, drawn: Family) -> str:
 
 
 def _words(distribution: str, short: bool = False) -> str:
-    text = distribution.replace("_", " ") or "unnamed"
+    # A trace has a file's name, with the file's own underscores.
+    text = (distribution if ":" in distribution else distribution.replace("_", " ")) or "unnamed"
     return text if short else f"{text} routing"
 
 

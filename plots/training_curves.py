@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from harness.errors import printable
 from harness.token_rounding import TOP_K, routing_name
 from harness.training import log, power
 from plots import style
@@ -76,6 +77,10 @@ def draw(folders: Sequence[Path], output: Path) -> list[Path]:
     """
     curves = curves_of(folders)
     config = log.read_config(folders[0])
+    # Names of files and of data sets, in which a dollar sign begins no formula.
+    name, implementation, corpus = (
+        printable(config[key]).replace("$", r"\$") for key in ("name", "implementation", "corpus")
+    )
     looks = _looks(list(curves))
     legend = [(Line2D([], [], **looks[arm], linewidth=1.7), f"{arm} ({len(runs)})") for arm, runs in curves.items()]
     with style.figure_style():
@@ -84,10 +89,14 @@ def draw(folders: Sequence[Path], output: Path) -> list[Path]:
             panels_height=2.7,
             legend=legend,
             title="Training loss by routing",
-            subtitle=f"{config['name']}, {config['layers']} layers, {config['implementation']}, corpus "
-            f"{config['corpus']}; in brackets the seeds.\n"
-            "Losses in training, each arm's by its own routing; right: of several seeds the mean, and their range.",
-            notes=["Last validation losses, routed by top-K:", *power.table(power.arms_of(folders))],
+            subtitle=f"{name}, {config['layers']} layers, {implementation}, corpus {corpus}; in brackets the seeds.\n"
+            "Losses in training, each arm's by its own routing, averaged over a twentieth of the run; right: of\n"
+            "several seeds the mean, and their range.",
+            notes=[
+                "Last validation losses, routed by top-K; each interval is of its arm alone, and all lie beside the "
+                "same runs by top-K:",
+                *power.table(power.arms_of(folders)),
+            ],
             right=0.2,
         )
         figure, margins = page.make()

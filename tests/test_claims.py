@@ -339,7 +339,7 @@ def again(rows: list[Row], claim: str, subject: str) -> Value:
         "token-rounding-quality": lambda: perplexity(rows, subject),
         "training-throughput-7b": lambda: step(rows, subject, "7B, 43 layers", "scattermoe", "top_k"),
         "token-rounding-training-throughput": lambda: step(
-            rows, subject, "1.4B, 17 layers", PLUGIN[subject], "nearest"
+            rows, subject, "1.4B-sparse, 17 layers", PLUGIN[subject], "nearest"
         ),
     }
     return others[claim]()

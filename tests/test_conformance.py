@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +12,15 @@ import torch
 from conftest import ROOT
 from fake_conformance import MET
 
-from harness.conformance import CASES, COVERED, LINES, Case, get_case, suite
+from harness.conformance import CASES, COVERED, IN_PART, LINES, Case, get_case, suite
 from harness.conformance.checks import CHECKS
-from harness.conformance.inputs import assign, case_problem
+from harness.conformance.inputs import case_problem
 from harness.conformance.measure import meet
 from harness.errors import UserError
 from harness.measure import Context
 from harness.registry import default_registry
-from harness.routing import choose_experts, expert_counts
+from harness.routing import assign, choose_experts, expert_counts
+from harness.sweep import load_sweep
 
 #: The reports that the suite was made of; what has no report is tried besides.
 REPORTS = {
@@ -57,6 +59,17 @@ def test_every_report_has_a_case_or_a_test() -> None:
     assert by_cases | by_tests == {line.name for line in LINES}
     assert len({case.name for case in CASES}) == len(CASES)
     assert {case.check for case in CASES} == set(CHECKS)
+
+
+def test_a_report_that_is_met_in_part_says_so() -> None:
+    (part,) = IN_PART
+    # No test here times a grouped GEMM beside a loop: the case sees the result alone, and a sweep compares times.
+    assert part.line == "pytorch#163425" and part.line in get_case(part.case).lines
+    assert part.line not in {covered.line for covered in COVERED}
+    (sweep,) = re.findall(r"moebench run (\w+)", part.what)
+    ratios = load_sweep(sweep, default_registry()).ratios
+    asked = [ratio for ratio in ratios if str(ratio.point.shape) == get_case(part.case).shape]
+    assert {(one.numerator, one.point.routing.distribution) for one in asked} >= {("torch_loop", "skewed")}
 
 
 def test_the_tests_that_stand_for_a_report_exist() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
@@ -11,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError, describe, printable
+from harness.registry import ROOT
 
 
 @pytest.mark.parametrize(
@@ -47,3 +51,13 @@ def test_an_exception_is_one_line() -> None:
     assert (
         describe(RuntimeError("CUDA error\nException raised from f at x.cpp:1\n#0 0x1")) == "RuntimeError: CUDA error"
     )
+
+
+def test_a_module_whose_reader_has_gone_ends_without_a_word() -> None:
+    program = "from harness.errors import refusals\nwith refusals('x'):\n  for _ in range(10**5): print('a' * 100)"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"a" * 100 + b"\n"
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(30)) == (b"", 128 + signal.SIGPIPE)

@@ -3,12 +3,15 @@ wrong."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hostile import NUMBERS, SAME, TEXTS, as_json, spoiled, values
@@ -16,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sweep import REGISTRY
 
-from harness import accounts, session
+from harness import accounts, session, traces
 from harness.claims import engine
 from harness.claims.paper import CLAIMS, load_entries
-from harness.documents import load_json, load_toml
+from harness.documents import WHOLE, load_json, load_toml
 from harness.errors import UserError
 from harness.estimate import job_seconds
 from harness.interface import Point, RoutingSpec
@@ -27,7 +30,12 @@ from harness.regress import baseline
 from harness.shapes import MoEShape
 from harness.sweep import MOST_SEED, SHAPES_FILE, SWEEPS, load_sweep, sweep_names
 from harness.token_rounding import METHODS, MOST_M_TILE, method_counts, token_drop
+from harness.training import costs, log, power
+from harness.training.config import CONFIGURATIONS, Config, configuration_names, load_config
+from harness.training.loop import learning_rate
 from implementations.sonicmoe_triton import tuned
+from plots import runs as plot_runs
+from plots import training_curves
 
 
 def toml(value: Any) -> str:
@@ -227,6 +235,53 @@ def test_any_table_of_tuned_choices_is_read_or_refused(folder: Path, content: by
     tuned._choices.cache_clear()
 
 
+def array_file(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+small = st.integers(0, 4).flatmap(lambda T: st.lists(st.lists(st.integers(-1, 9), min_size=2, max_size=2), min_size=T))
+ARRAYS = st.one_of(
+    small.map(lambda its: np.array(its, dtype=np.int64).reshape(-1, 2)),
+    st.sampled_from(["int8", "uint64", "float32", "bool", "U1", "datetime64[s]", "i4,i4"]).map(
+        lambda kind: np.zeros((3, 2), kind)
+    ),
+    st.sampled_from([(), (0,), (3, 0), (0, 2), (2, 2, 2)]).map(lambda shape: np.zeros(shape, np.int32)),
+)
+
+
+@st.composite
+def trace_files(draw: st.DrawFn) -> tuple[str, bytes]:
+    """The end of a file's name, and what it holds."""
+    form = draw(st.sampled_from([".json", ".csv", ".txt", ".npy", ".bin"]))
+    counts = st.lists(st.one_of(st.integers(0, 50), sizes), min_size=1, max_size=5)
+    if form == ".json":
+        content = as_json(draw(spoiled(draw(counts), values)))
+    elif form == ".npy":
+        content = array_file(draw(ARRAYS))
+    else:
+        content = ", ".join(map(str, draw(counts))).encode()
+    return form, damaged(draw, content)
+
+
+@given(trace_files(), st.sampled_from(["8,16,8,4,2", "3,16,8,4,2", "0,16,8,3,1", "2147483647,1,1,3,2"]))
+@settings(SAME, max_examples=300)
+def test_any_trace_is_read_or_refused(folder: Path, file: tuple[str, bytes], shape: str) -> None:
+    path, size = folder / f"trace{file[0]}", MoEShape.parse(shape)
+    path.write_bytes(file[1])
+    trace = one_line_or_value(lambda: traces.read(path), path.name)
+    if trace is None or one_line_or_value(lambda: trace.check(size) or True, path.name) is None:
+        return
+    assert traces.FORM.fullmatch(trace.distribution)
+    if trace.counts is not None:
+        counts = trace.counts_at(size)
+        assert sum(counts) == size.routed_rows and min(counts) >= 0 and max(counts) <= size.T
+    if size.T < 100:
+        chosen = trace.experts(size).sort(1).values
+        assert chosen.shape == (size.T, size.K) and not bool((chosen[:, 1:] == chosen[:, :-1]).any())
+
+
 @given(st.one_of(st.binary(max_size=60), st.binary(max_size=10).map(lambda part: part * 2000)))
 @settings(SAME, max_examples=200)
 def test_any_bytes_are_a_document_or_refused(folder: Path, content: bytes) -> None:
@@ -270,3 +325,110 @@ def test_a_capacity_beyond_all_tokens_drops_none(factor: float) -> None:
     counts = torch.tensor([3, 1])
     assert method_counts(counts, 4, 1, "token_drop", 1, factor).tolist() == [3, 1]
     assert len(token_drop(torch.zeros(4, 2), 1, factor).experts) == 4
+
+
+CONFIGURATION_TREES = [
+    tomllib.loads((CONFIGURATIONS / f"{name}.toml").read_text(encoding="utf-8")) for name in configuration_names()
+]
+#: A tree with every field.
+CONFIGURATION_TREES.append({
+    "all": {key: value for key, value in load_config("tiny").as_dict().items() if key != "name"}
+})  # fmt: skip
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> bytes:
+    return damaged(draw, written(draw(spoiled(draw(st.sampled_from(CONFIGURATION_TREES)), values))))
+
+
+def usable(config: Config) -> None:
+    """What is computed of a configuration before and while it trains."""
+    rates = [learning_rate(config, step) for step in (0, config.warmup, config.steps // 2, config.steps - 1)]
+    assert all(0 <= rate <= config.learning_rate for rate in rates)
+    assert costs.parameters(config) > 0 and costs.model_flops(config) > 0 and config.micro_batches >= 1
+    torch.Generator().manual_seed(1_000_003 * config.seed + 2**31)
+    torch.zeros(2).add_(torch.ones(2), alpha=-config.learning_rate / (1 - config.beta1))
+    torch.zeros(2).mul_(1 - config.learning_rate * config.weight_decay)
+
+
+@given(configurations())
+@settings(SAME, max_examples=300)
+def test_any_configuration_is_read_or_refused(folder: Path, content: bytes) -> None:
+    path = folder / "mine.toml"
+    path.write_bytes(content)
+    config = one_line_or_value(lambda: load_config(str(path)), "mine")
+    if config is not None:
+        usable(config)
+
+
+NUMBER_FIELDS = [name for name, value in load_config("tiny").as_dict().items() if type(value) in (int, float)]
+
+
+@given(st.sampled_from(NUMBER_FIELDS), st.sampled_from([its for its in NUMBERS if type(its) is float or its <= WHOLE]))
+@settings(SAME, max_examples=400)
+def test_any_number_of_a_configuration_is_taken_or_refused(name: str, number: float) -> None:
+    config = one_line_or_value(lambda: load_config("tiny", {name: number}), "tiny")
+    if config is not None:
+        usable(config)
+
+
+#: Of a run: its lines and its configuration.
+RUN_TREE = {
+    "lines": [
+        *({"step": step, "loss": 5.0 / step, "balance": 1.0, "gradient_norm": 0.5, "learning_rate": 1e-3,
+           "tokens": 64 * step, "seconds": 0.25} for step in (1, 2, 3)),
+        {"step": 3, "validation_loss": 2.5},
+    ],
+    "config": load_config("tiny", {"routing": "nearest"}).as_dict(),
+}  # fmt: skip
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    part = draw(st.sampled_from(["lines", "lines", "config"]))
+    tree = {**RUN_TREE, part: draw(spoiled(RUN_TREE[part], values))}
+    lines = b"".join(as_json(line) + b"\n" for line in tree["lines"])
+    return damaged(draw, lines), damaged(draw, as_json(tree["config"]))
+
+
+@given(runs())
+@settings(SAME, max_examples=400)
+def test_any_run_is_read_or_refused(folder: Path, its: tuple[bytes, bytes]) -> None:
+    places = [folder / "run-0", folder / "run-1"]
+    config = {**RUN_TREE["config"], "routing": "top_k"}
+    for place, lines, kept in ((places[0], RUN_TREE["lines"], config), (places[1], None, None)):
+        place.mkdir(exist_ok=True)
+        content = its if lines is None else (b"".join(as_json(line) + b"\n" for line in lines), as_json(kept))
+        for name, text in zip((log.FILE, log.CONFIG_FILE), content, strict=True):
+            (place / name).write_bytes(text)
+    arms = one_line_or_value(lambda: power.arms_of(places), "run-1")
+    if arms is not None:
+        assert all(line.isprintable() for line in power.table(arms))
+        curves = training_curves.curves_of(places)
+        assert all(len(tokens) == len(losses) for runs in curves.values() for tokens, losses in runs.values())
+    power.sets_of(places)
+
+
+def test_a_line_of_the_curves_with_a_text_for_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / log.CONFIG_FILE).write_bytes(as_json(RUN_TREE["config"]))
+    (tmp_path / log.FILE).write_bytes(b'{"step":3,"validation_loss":"q"}\n')
+    for main in (power.main, lambda given: plot_runs.main([*given, "--output", str(tmp_path)])):
+        with pytest.raises(SystemExit) as end:
+            main([str(tmp_path)])
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and f"{tmp_path / log.FILE}:1: damaged: validation_loss must be a number" in said
+
+
+plan_numbers = st.one_of(st.sampled_from([str(number) for number in NUMBERS if number < 10**400]), number_texts)
+
+
+@given(plan_numbers, plan_numbers)
+@settings(SAME, max_examples=150)
+def test_any_plan_is_told_or_refused(deviation: str, seeds: str) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as error, contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            power.main(["--plan", "--", deviation, seeds])
+        except SystemExit as end:
+            assert end.code == 2
+    assert bool(out.getvalue()) != bool(error.getvalue()) and "Traceback" not in error.getvalue()
+    assert "inf" not in out.getvalue() and "nan" not in out.getvalue()

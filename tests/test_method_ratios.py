@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,8 @@ def test_a_ratio_of_two_methods_says_what_came_of_both(
     assert outcome(method)["routed_rows"] != outcome(other)["routed_rows"]
     for row in ratio(method, other):
         assert row["status"] == "ok" and row["basis"] == "graph" and row["value"] > 0
-        assert row["routing"] == {**asdict(routed(method=method).routing), **outcome(method)}
-        assert row["denominator_routing"] == {**asdict(routed(method=other).routing), **outcome(other)}
+        assert row["routing"] == {**routed(method=method).routing.as_dict(), **outcome(method)}
+        assert row["denominator_routing"] == {**routed(method=other).routing.as_dict(), **outcome(other)}
         assert row["numerator"] == row["denominator"] == "torch_loop"
         assert list(row["correctness"]) == [f"torch_loop ({method})", f"torch_loop ({other})"]
         for told in row["correctness"].values():
@@ -163,7 +163,7 @@ def test_a_ratio_of_two_methods_says_what_came_of_both(
 def test_a_ratio_of_one_method_has_no_second_routing(ratio: Ratio) -> None:
     for row in ratio("nearest", "nearest", denominator=Dense()):
         assert "denominator_routing" not in row
-        assert row["routing"] == {**asdict(routed().routing), **outcome("nearest")}
+        assert row["routing"] == {**routed().routing.as_dict(), **outcome("nearest")}
         assert list(row["correctness"]) == ["torch_loop", "dense"]
 
 
@@ -218,7 +218,7 @@ def test_ratios_that_were_not_measured_say_their_methods_too(tmp_path: Path) -> 
     runner.run()
     rows, problems = store.read(path)
     assert not problems and {row["status"] for row in rows} == {"unsupported"}
-    expected = [None] + [asdict(routed(method=method).routing) for method in METHODS]
+    expected = [None] + [routed(method=method).routing.as_dict() for method in METHODS]
     assert [row.get("denominator_routing") for row in rows] == [said for said in expected for _ in PASSES]
     assert store.latest(rows) == rows
 

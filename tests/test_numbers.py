@@ -78,19 +78,25 @@ def test_lines_of_training_are_of_equal_steps() -> None:
     whole: dict[str, Any] = {"layers": 43, "batch": 6, "recompute": True}
     ours, other = step(**whole), step(implementation="scattermoe", slower=1.3, **whole)
     top_k, nearest = (step("1.4B", batch=10, routing=routing) for routing in ("top_k", "nearest"))
+    sparse = [step("1.4B-sparse", batch=10, routing=routing) for routing in ("top_k", "nearest")]
     found = [other, ours, in_turns(other, ours, 1.3), top_k, nearest, in_turns(top_k, nearest, 0.97)]
+    found += [*sparse, in_turns(*sparse, 1.07)]
 
     def lines(*more: dict[str, Any]) -> list[tuple[str, str, str]]:
         return numbers._training(rows.one_gpu([*found, *more]))
 
     before = lines()
     texts = [(what.split("(")[0], paper, measured.split(" [")[0]) for what, paper, measured in before]
-    a_day = [f"{row['training']['tokens_per_day_per_gpu'] / 1e9:.2f} B tokens a day" for row in (ours, top_k)]
+    a_day = [
+        f"{row['training']['tokens_per_day_per_gpu'] / 1e9:.2f} B tokens a day" for row in (ours, top_k, sparse[0])
+    ]
     assert texts == [
         ("training 7B ", "–", a_day[0]),
         ("… time of a step with ScatterMoE / with ours", "1.42×", "1.30×"),
         ("training 1.4B ", "–", a_day[1]),
-        ("… time of a step by top-K / by rounding to the nearest 128", "1.16×", "0.97×"),
+        ("… time of a step by top-K / by rounding to the nearest 128", "–", "0.97×"),
+        ("training 1.4B-sparse ", "–", a_day[2]),
+        ("… time of a step by top-K / by rounding to the nearest 128", "1.16×", "1.07×"),
     ]
     # Of another batch, of two GPUs, to another tile, of a rival by rounding, and of losses alone.
     many = [step(**{**whole, "batch": 12, "implementation": name}) for name in ("scattermoe", "sonicmoe_triton")]
@@ -102,8 +108,8 @@ def test_lines_of_training_are_of_equal_steps() -> None:
     later = [in_turns(*two, 1.7), in_turns(*tile, 1.8), mixed, step(validation_loss=3.0, **whole), *two, tile[1]]
     assert lines(*later) == before
     assert lines(in_turns(*many, 1.6)) == before
-    rival = step("1.4B", batch=10, implementation="scattermoe")
-    assert lines(in_turns(rival, top_k, 1.2))[-1][1] == "–"
+    rival = step("1.4B-sparse", batch=10, implementation="scattermoe")
+    assert lines(in_turns(rival, sparse[0], 1.2))[-1][1] == "–"
 
 
 def test_quality_by_another_way() -> None:

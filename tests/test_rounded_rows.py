@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -70,8 +69,8 @@ def test_a_row_says_what_came_of_the_rounding(method: str) -> None:
     # twice; dH.
     for row, own, gemms, elements in zip(rows, before, (3, 6), (4 * 8 + 2 * 16, 10 * 8 + 2 * 16), strict=True):
         assert row["status"] == "ok", row["reason"]
-        assert row["routing"] == {**asdict(rounded(method=method).routing), **told}
-        assert own["routing"] == {**asdict(rounded(method=TOP_K).routing), **plain}
+        assert row["routing"] == {**rounded(method=method).routing.as_dict(), **told}
+        assert own["routing"] == {**rounded(method=TOP_K).routing.as_dict(), **plain}
         assert row["costs"]["flops"] == 2 * gemms * told["routed_rows"] * 8 * 16
         assert own["costs"]["flops"] == 2 * gemms * 80 * 8 * 16
         assert row["costs"]["algorithm_bytes"] - own["costs"]["algorithm_bytes"] == 4 * more * elements
@@ -116,8 +115,8 @@ def test_a_ratio_of_two_methods_says_what_came_of_both(
     assert outcome(method)["routed_rows"] != outcome(other)["routed_rows"]
     for row in layers_ratio(method, other):
         assert row["status"] == "ok" and row["value"] > 0
-        assert row["routing"] == {**asdict(rounded(method=method).routing), **outcome(method)}
-        assert row["denominator_routing"] == {**asdict(rounded(method=other).routing), **outcome(other)}
+        assert row["routing"] == {**rounded(method=method).routing.as_dict(), **outcome(method)}
+        assert row["denominator_routing"] == {**rounded(method=other).routing.as_dict(), **outcome(other)}
         assert list(row["correctness"]) == [f"torch_loop ({method})", f"torch_loop ({other})"]
     # Both layers saw the same tensors.
     assert len(seen) == 2 and seen[0] is seen[1]
@@ -126,13 +125,13 @@ def test_a_ratio_of_two_methods_says_what_came_of_both(
 def test_a_ratio_of_one_method_has_no_second_routing(layers_ratio: Ratio) -> None:
     for row in layers_ratio("nearest", "nearest", denominator=Plain()):
         assert "denominator_routing" not in row
-        assert row["routing"] == {**asdict(rounded().routing), **outcome("nearest")}
+        assert row["routing"] == {**rounded().routing.as_dict(), **outcome("nearest")}
         assert list(row["correctness"]) == ["torch_loop", "plain"]
 
 
 def test_a_ratio_of_top_k_alone_has_nothing_to_tell(layers_ratio: Ratio) -> None:
     for row in layers_ratio(TOP_K, TOP_K, denominator=Plain()):
-        assert "denominator_routing" not in row and row["routing"] == asdict(rounded(method=TOP_K).routing)
+        assert "denominator_routing" not in row and row["routing"] == rounded(method=TOP_K).routing.as_dict()
 
 
 @pytest.mark.parametrize("wrong", [TellsNothing, SumsOverKeptPairs, NoGradientOfUp])

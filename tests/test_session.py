@@ -96,7 +96,7 @@ def test_without_tokens_nothing_is_routed(method: str, distribution: str) -> Non
         "routed_rows": 0, "padded_rows": 0, "dropped": 0, "added": 0, "empty_experts": 8
     }  # fmt: skip
     assert found["costs"] == {"flops": 0, "hardware_flops": 0}
-    assert [tuple(block.shape) for block in accounts._drawn(shape, distribution, 0)] == [(0, 8)]
+    assert [tuple(block.shape) for block in accounts._drawn(shape, point.routing)] == [(0, 8)]
 
 
 def test_a_sweep_without_tokens_is_stored_and_leaves_the_figure_empty(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.interface import KERNELS, Implementation, Layer, Point, Problem
+from harness.interface import DISTRIBUTIONS, KERNELS, Implementation, Layer, Point, Problem
 from harness.record import PASSES
 from harness.registry import BrokenPlugin, Registry
 from harness.shapes import MoEShape
@@ -70,7 +70,7 @@ def paper_shapes() -> list[MoEShape]:
 
 def test_committed_sweeps() -> None:
     names = ("ablations", "breakdown", "ci", "cpu", "granularity", "kernels", "open_models", "paper_layers")
-    assert sweep_names() == [*names, "smoke", "sparsity", "token_rounding"]
+    assert sweep_names() == [*names, "skew", "smoke", "sparsity", "token_rounding"]
     for name in sweep_names():
         sweep = load_sweep(name, REGISTRY)
         assert sweep.name == name and sweep.points
@@ -104,6 +104,24 @@ def test_granularity_and_sparsity_hold_their_constants() -> None:
     shapes = load_sweep("sparsity", REGISTRY).shapes
     assert [shape.E for shape in shapes if shape.n == 256] == [32, 64, 128, 256, 512]
     assert {(s.T, s.d, s.n, s.K) for s in shapes} == {(24576, 1536, 256, 8)}
+
+
+def test_skew_compares_implementations_under_every_distribution() -> None:
+    sweep = load_sweep("skew", REGISTRY)
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for ratio in sweep.ratios:
+        key = (ratio.numerator, ratio.denominator, str(ratio.point.shape))
+        found.setdefault(key, []).append(ratio.point.routing.distribution)
+        assert ratio.denominator_point.routing == ratio.point.routing and ratio.passes == PASSES
+    headline, unbalanced = "24576,1536,256,128,8", "65536,2048,3072,32,1"
+    assert found == {
+        ("sonicmoe_official", "sonicmoe_triton", headline): list(DISTRIBUTIONS),
+        ("scattermoe", "sonicmoe_triton", headline): list(DISTRIBUTIONS),
+        ("torch_loop", "torch_grouped_mm", unbalanced): ["uniform", "skewed"],
+        ("torch_loop", "sonicmoe_triton", unbalanced): ["uniform", "skewed"],
+        ("sonicmoe_triton", "sonicmoe_triton", headline): ["uniform", "skewed"],
+    }
+    assert len(sweep.points) == 3 * len(DISTRIBUTIONS)
 
 
 def test_cpu_sweep() -> None:

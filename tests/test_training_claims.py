@@ -16,7 +16,7 @@ from rich.console import Console
 from scipy import stats
 from test_claims import changed, finding, write
 
-from harness.claims import evaluate
+from harness.claims import Finding, evaluate
 from harness.record import validate
 from harness.registry import ROOT
 from harness.report import data, html, markdown, terminal
@@ -65,7 +65,7 @@ def measurement() -> Row:
 
 
 def test_steps_in_turns_measure_the_claims(tmp_path: Path) -> None:
-    rounding = ratio(numerator="sonicmoe_triton", variant="1.4B, 17 layers", value=1.1, ci95=[1.09, 1.12])
+    rounding = ratio(numerator="sonicmoe_triton", variant="1.4B-sparse, 17 layers", value=1.1, ci95=[1.09, 1.12])
     rounding["denominator_routing"] = {**rounding["routing"], "method": "nearest"}
     found, problems = evaluate(write(tmp_path / "gpu", [ratio(), rounding]).parent)
     assert not problems
@@ -112,12 +112,28 @@ def test_the_whole_model_counts_before_a_newer_trial_of_fewer_layers(tmp_path: P
 
 @pytest.mark.parametrize(("tile", "value"), [(128, 1.1), (64, None)])
 def test_rounding_is_to_the_papers_tile(tmp_path: Path, tile: int, value: float | None) -> None:
-    rounding = ratio(numerator="sonicmoe_triton", variant="1.4B, 17 layers", value=1.1, ci95=[1.09, 1.12])
+    rounding = ratio(numerator="sonicmoe_triton", variant="1.4B-sparse, 17 layers", value=1.1, ci95=[1.09, 1.12])
     rounding["routing"] = {**rounding["routing"], "m_tile": tile}
     rounding["denominator_routing"] = {**rounding["routing"], "method": "nearest"}
     its = finding(evaluate(write(tmp_path / "gpu", [rounding]).parent)[0], "token-rounding-training-throughput", "ours")
     assert its.value == value
     assert value or "--routing nearest --against sonicmoe_triton:top_k" in its.reason
+
+
+def test_rounding_where_experts_have_many_tiles_is_told_and_not_judged(tmp_path: Path) -> None:
+    dense = ratio(numerator="sonicmoe_triton", variant="1.4B, 17 layers", value=0.98, ci95=[0.97, 0.99])
+    dense["denominator_routing"] = {**dense["routing"], "method": "nearest"}
+
+    def found(*rows: Row) -> Finding:
+        folder = write(tmp_path / str(len(rows)), rows)
+        return finding(evaluate(folder.parent)[0], "token-rounding-training-throughput", "ours")
+
+    its = found(dense)
+    assert (its.value, its.verdict) == (None, "not measured") and "moebench train 1.4B-sparse " in its.reason
+    assert its.parts == (("not what is claimed: 1.4B, 17 layers", 0.98, (0.97, 0.99)),) and len(its.rows) == 1
+    sparse = changed(dense, variant="1.4B-sparse, 17 layers", value=1.1, ci95=[1.09, 1.12])
+    its = found(dense, sparse)
+    assert its.value == 1.1 and not its.parts and len(its.rows) == 1
 
 
 def test_training_steps_disturb_no_other_claim_and_no_figure(tmp_path: Path) -> None:

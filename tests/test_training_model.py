@@ -389,6 +389,12 @@ def test_the_papers_configurations_have_the_papers_layers_and_names() -> None:
         assert costs.parameters(config) == pytest.approx(size, rel=0.02)
 
 
+def test_the_sparse_one_has_as_many_parameters_and_two_tiles_an_expert() -> None:
+    config = load_config("1.4B-sparse")
+    assert costs.parameters(config) == pytest.approx(1.4e9, rel=0.01)
+    assert config.shape.T * config.K == 2 * 128 * config.E
+
+
 @pytest.mark.parametrize("name", configuration_names())
 def test_configurations_load(name: str) -> None:
     assert load_config(name).name == name

@@ -242,6 +242,8 @@ def test_what_cannot_be_projected(capsys: pytest.CaptureFixture[str]) -> None:
         (["/nowhere/rows.jsonl"], "cannot be read"),
         ([path, "--configuration", "nope"], "choose from"),
         ([path, "--gpus", "8", "0"], "--gpus 0: must be at least 1"),
+        ([path, "--gpus", "9" * 400], "must be at least 1 and at most 2147483647"),
+        ([path, "--shard", "9" * 400], "must be at least 0 and at most 2147483647"),
         ([path, "--efficiency", "0"], "--efficiency 0: must be greater than 0 and at most 1"),
         ([path, "--efficiency", "nan"], "--efficiency nan: must"),
         ([path, "--shard", "-8"], "--shard -8: must"),
@@ -250,6 +252,21 @@ def test_what_cannot_be_projected(capsys: pytest.CaptureFixture[str]) -> None:
             projection.main([*given, "--implementation", "sonicmoe_triton"])
         error = capsys.readouterr().err
         assert error.startswith("projection: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 18, "0"], ids=len)
+def test_a_row_that_claims_anything_is_one_line_or_projected(tmp_path: Path, number: str) -> None:
+    """A rate beyond every float, and numbers beyond what Python reads as such."""
+    step = training_rows.step(layers=8)
+    step["variant"] += f", sharded over {number}, {number} processes"
+    step["training"] |= {"tokens_per_s": 1.7e308, "tokens_per_day_per_gpu": 1.7e308}
+    path = tmp_path / "training.jsonl"
+    path.write_text(json.dumps(step))
+    assert store.read(path)[1] == []
+    try:
+        projection.main([str(path), "--implementation", "sonicmoe_triton"])
+    except SystemExit as end:
+        assert end.code == 2
 
 
 def test_the_papers_numbers_stand_beside_its_7b_alone() -> None:
@@ -328,7 +345,7 @@ def run(folder: Path, loss: float, step: int = 100, **changes: Any) -> Path:
     config = load_config("tiny", changes)
     name = f"{config.routing}-{config.seed}-{config.layers}-{step}"
     its = log.Log(folder / name, 0, config.as_dict())
-    its.write(step=step, loss=9.0)
+    its.write(step=step, loss=9.0, tokens=64 * step)
     its.write(step=step, validation_loss=loss)
     its.close()
     return folder / name
@@ -357,7 +374,7 @@ def test_runs_that_are_not_alike(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         with pytest.raises(UserError, match=said):
             power.arms_of([first, other])
-    (first / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0}))
+    (first / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0, "tokens": 64}))
     assert "has no validation loss yet" in refused([str(first)], capsys)
 
 

@@ -48,7 +48,7 @@ def test_a_tile_is_named_where_a_method_rounds_to_it(method: str, text: str) -> 
 
 def test_rates(tmp_path: Path) -> None:
     found = titled(build(store(tmp_path, session(), FILE)), training.NAME)
-    assert column(found, "configuration") == ["1.4B"] * 2 + ["7B"] * 7
+    assert column(found, "configuration") == ["1.4B-sparse"] * 2 + ["7B"] * 7
     assert column(found, "layers") == ["17", "17", "43", "43", "43", "43", "24", "24", "20"]
     assert column(found, "routing")[:3] == ["nearest to 128", "top_k", "top_k"]
     fastest_first = [OURS, "sonicmoe_official", "scattermoe", "torch_grouped_mm"]
@@ -139,7 +139,7 @@ def test_on_a_terminal(tmp_path: Path, width: int) -> None:
         Console(file=out, width=width), build(store(tmp_path, [*session(), step(validation_loss=3.2)], FILE))
     )
     text = " ".join(out.getvalue().split())
-    for said in ("12.6 [12.5, 12.7]", "nearest to 128", "1.414 [1.400, 1.428]", "213 (SonicMoE)", "carried on to 43"):
+    for said in ("2.52 [2.51, 2.54]", "nearest to 128", "1.414 [1.400, 1.428]", "213 (SonicMoE)", "carried on to 43"):
         assert said in text
     # A run for its losses alone has nothing to say there.
     assert "not a measurement" in text and text.count("… 1 more in the other forms") == 1

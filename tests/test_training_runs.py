@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,22 @@ import pytest
 import torch
 from conftest import MoeBench
 from torch import Tensor
-from training_runs import EVERY, STEPS, first_step_alone, train, train_and_count, train_together
+from training_runs import (
+    EVERY,
+    STEPS,
+    first_step_alone,
+    flipped,
+    read_past_the_end,
+    train,
+    train_and_count,
+    train_together,
+)
 
 from harness import store
 from harness.errors import UserError
 from harness.record import utc_now
 from harness.registry import default_registry
-from harness.training import checkpoints, data, log, rows
+from harness.training import checkpoints, data, log, loop, pairs, rows
 from harness.training.config import load_config
 from harness.training.model import Transformer
 
@@ -179,6 +188,16 @@ def test_a_checkpoint_of_two_processes_serves_one(together: Path, tmp_path: Path
     torch.testing.assert_close(losses(tmp_path), losses(together), rtol=0, atol=1e-3)
 
 
+def test_processes_name_the_same_damage(together: Path, tmp_path: Path) -> None:
+    shutil.copytree(together / "run", tmp_path / "run")
+    checkpoint = checkpoints.complete(tmp_path / "run" / "checkpoints")[-1]
+    assert set(checkpoint.checksums) == {path.name for path in checkpoint.folder.iterdir()} - {checkpoints.MARKER}
+    flipped(checkpoint.folder / "__1_0.distcp", 0.5)
+    codes, said = train_together(tmp_path, resume=True)
+    assert codes == [2, 2] and [kind for _, kind, _ in said] == ["UserError"] * 2
+    assert all(f"{checkpoint.folder / '__1_0.distcp'}: damaged" in text for _, _, text in said), said
+
+
 def test_a_checkpoint_of_another_text(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(alone / "run", tmp_path / "run")
     training, validation = data.python_text()
@@ -226,6 +245,16 @@ def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path)
     assert low <= ratio["value"] <= high
 
 
+def test_steps_against_their_own_like_must_hold_one() -> None:
+    config = load_config("tiny")
+    assert "1 lies outside" in pairs._doubt(config, config, 1.01, 1.02)
+    assert "1 lies outside" in pairs._doubt(config, config, 0.97, 0.99)
+    assert not pairs._doubt(config, config, 0.99, 1.01)
+    for changes in ({"routing": "nearest"}, {"implementation": "scattermoe"}, {"m_tile": 64}):
+        assert not pairs._doubt(config, load_config("tiny", changes), 1.01, 1.02)
+    assert not pairs._doubt(config, None, 0.8, 0.9)
+
+
 def test_all_processes_against_each_alone(tmp_path: Path) -> None:
     codes, said = train_together(tmp_path, against="alone", rounds=2, shard=1)
     assert codes == [0, 0], said
@@ -243,6 +272,28 @@ def test_all_processes_against_each_alone(tmp_path: Path) -> None:
         per_step = row["latency_ms"]["median"] / 1e3
         assert row["training"]["tokens_per_s"] == pytest.approx(4 * world * 64 / per_step)
         assert "communication" not in row["training"]  # on a CPU
+
+
+def test_a_corpus_that_ends_on_one_process_ends_on_all(tmp_path: Path) -> None:
+    codes, said = train_together(tmp_path, run=read_past_the_end)
+    assert codes == [0, 0], said
+    assert [(tmp_path / f"read-{rank}").read_text() for rank in range(2)] == ["[[1, 1], None]"] * 2
+
+
+def test_a_corpus_that_ends_with_the_run_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = data.PythonText.batches
+
+    def ends(self: data.PythonText, step: int) -> Iterator[Tensor]:
+        if step >= 5:
+            raise UserError("corpus python: ended; train fewer --steps")
+        return batches(self, step)
+
+    monkeypatch.setattr(data.PythonText, "batches", ends)
+    monkeypatch.setattr(loop.Trainer, "communicates", lambda _: True)
+    train(tmp_path, steps=5, checkpoint_every=0)
+    [row], problems = store.read(tmp_path / "training.jsonl")
+    assert not problems and row["status"] == "ok" and "communication" not in row["training"]
+    assert "communication was not measured: the corpus could not be read any further" in row["notes"]
 
 
 def test_a_process_alone_waits_for_no_other(alone: Path, tmp_path: Path) -> None:
@@ -374,7 +425,7 @@ def test_a_checkpoint_of_another_configuration(alone: Path, command_line: Comman
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("huge",), "choose from 1.4B, 7B, quality, quality-pilot, tiny"),
+        (("huge",), "choose from 1.4B, 1.4B-sparse, 7B, quality, quality-pilot, tiny"),
         (("tiny", "--implementation", "sonic"), "unknown implementation"),
         (("tiny", "--implementation", "sonicmoe_triton"), "does not run on cpu"),
         (("tiny", "--routing", "nearest"), "no moe_layer with the routing method nearest"),
@@ -447,5 +498,6 @@ def test_a_layer_that_cannot_be_trained(
 
 
 def test_a_log_that_was_cut_off(tmp_path: Path) -> None:
-    (tmp_path / log.FILE).write_text(json.dumps({"step": 1, "loss": 2.0}) + '\n{"step": 2, "lo')
-    assert log.read(tmp_path) == [{"step": 1, "loss": 2.0}]
+    line = {"step": 1, "loss": 2.0, "tokens": 64}
+    (tmp_path / log.FILE).write_text(json.dumps(line) + '\n{"step": 2, "lo')
+    assert log.read(tmp_path) == [line]

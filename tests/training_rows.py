@@ -75,8 +75,8 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def session() -> list[dict[str, Any]]:
-    """What an afternoon on one GPU leaves: 7B whole and recomputing against three others, 7B with fewer layers, 1.4B
-    with token rounding against top-K; each comparison leaves both sides' rows and their ratio."""
+    """What an afternoon on one GPU leaves: 7B whole and recomputing against three others, 7B with fewer layers, sparse
+    1.4B with token rounding against top-K; each comparison leaves both sides' rows and their ratio."""
     found: list[dict[str, Any]] = []
     whole = {"layers": 43, "batch": 24, "recompute": True}
     for name, slower in (("scattermoe", 1.41), ("sonicmoe_official", 1.04), ("torch_grouped_mm", 1.52)):
@@ -86,5 +86,5 @@ def session() -> list[dict[str, Any]]:
         found.append(step(layers=layers, batch=24))
     found.append(failed("out_of_memory", "torch.OutOfMemoryError: CUDA out of memory", layers=24, batch=24,
                         implementation="scattermoe"))  # fmt: skip
-    top_k, nearest = step("1.4B", 0.6), step("1.4B", 0.57, routing="nearest")
+    top_k, nearest = step("1.4B-sparse", 0.6), step("1.4B-sparse", 0.57, routing="nearest")
     return [*found, top_k, nearest, in_turns(top_k, nearest, 1.05)]

@@ -8,14 +8,17 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
+from harness.errors import UserError
 from harness.registry import default_registry
 from harness.training import command, loop
 from harness.training.config import load_config
@@ -57,6 +60,24 @@ def train_and_count(folder: Path, **changes: Any) -> None:
         (folder / "sums").write_text(str(sums))
 
 
+def read_past_the_end(folder: Path) -> None:
+    """Two processes, of which the second one's corpus ends with the third step; each writes what it can read ahead from
+    the first and from the second step on."""
+    config = load_config("tiny")
+    with process_group("cpu", 30.0) as place:
+        trainer = loop.Trainer(config, default_registry().get(config.implementation), place)
+        batches = trainer.corpus.batches
+
+        def ends(step: int) -> Iterator[Tensor]:
+            if place.rank == 1 and step > 2:
+                raise UserError("ended")
+            return batches(step)
+
+        trainer.corpus.batches = ends  # type: ignore[method-assign]
+        found = [trainer._read_ahead(number) for number in (1, 2)]
+        (folder / f"read-{place.rank}").write_text(repr([its and [len(step) for step in its] for its in found]))
+
+
 def first_step_alone(folder: Path) -> None:
     """Of two processes the first one takes a step alone, and writes its loss; the other takes none."""
     torch.set_num_threads(1)
@@ -95,6 +116,34 @@ def _process(
         sys.exit(2)
 
 
+def flipped(path: Path, place: float, number: int = 64) -> None:
+    """So many bytes changed, at a share of the file, whose size stays."""
+    content = bytearray(path.read_bytes())
+    start = int(place * (len(content) - 1))
+    for i in range(start, min(start + number, len(content))):
+        content[i] ^= 0xFF
+    path.write_bytes(content)
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness.training.loop"])
+    return context
+
+
+def train_until(folder: Path, sight: str, **changes: Any) -> int | None:
+    """`train` in a process of its own, which is killed as soon as something in the folder fits the pattern; its exit
+    code."""
+    process = _context().Process(target=train, args=(folder,), kwargs=changes)
+    process.start()
+    end = time.monotonic() + HANG_S
+    while process.is_alive() and not any(folder.glob(sight)) and time.monotonic() < end:
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
 def train_together(
     folder: Path, world: int = 2, kill: int | None = None, run: Callable[..., None] = train, **changes: Any
 ) -> tuple[list[int | None], list[tuple[int, str, str]]]:
@@ -103,8 +152,7 @@ def train_together(
     Returns:
         Exit codes by rank, and what the processes raised: (rank, exception's name, message).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness.training.loop"])
+    context = _context()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -21,7 +21,7 @@ from harness.training.rows import asked
 ROUNDED = "nearest-128"
 
 
-def step_ratio(configuration: str, numerator: str | None, arm: str) -> Measure:
+def step_ratio(configuration: str, numerator: str | None, arm: str, beside: str = "") -> Measure:
     """The measure of a claim on the time of a baseline's training step over SonicMoE's: by the newest row of those
     with the most layers.
 
@@ -30,31 +30,39 @@ def step_ratio(configuration: str, numerator: str | None, arm: str) -> Measure:
             of both.
         numerator: the baseline; None: SonicMoE itself, by top-K.
         arm: SonicMoE's routing (`routing_name`).
+        beside: a configuration whose ratio is told where there is no other, but without a verdict: the claim is not
+                about its like.
     """
 
     def measure(rows: GpuRows, entry: Entry, subject: str) -> Finding:
         plugin = SUBJECTS[subject]
         other = numerator or plugin
 
-        def fits(line: Line) -> bool:
+        def fits(line: Line, wanted: str) -> bool:
             row = line.row
             return (
                 row["record"] == "ratio"
                 and row["operation"] == "training_step"
-                and asked(row["variant"]).configuration == configuration
+                and asked(row["variant"]).configuration == wanted
                 and not row.get("denominator_variant")
                 and (row["numerator"], row["denominator"]) == (other, plugin)
                 and row["routing"]["method"] == TOP_K
                 and _arm(row.get("denominator_routing") or row["routing"]) == arm
             )
 
-        fitting = (line for line in rows.every if fits(line))
-        found = sorted(fitting, key=lambda line: (asked(line.row["variant"]).layers, line.moment))
+        def of(wanted: str) -> list[Line]:
+            fitting = (line for line in rows.every if fits(line, wanted))
+            return sorted(fitting, key=lambda line: (asked(line.row["variant"]).layers, line.moment))
+
+        found = of(configuration)
         if not found or found[-1].row["status"] != "ok":
             against = other if arm == TOP_K else f"{other}:{TOP_K}"
             routing = "" if arm == TOP_K else f" --routing {arm.split('-')[0]}"
             command = f"run: moebench train {configuration} --implementation {plugin}{routing} --against {against}"
-            return unmeasured(rows, subject, sentences(command, failure(found)))
+            others = [line for line in of(beside)[-1:] if line.row["status"] == "ok"] if beside else []
+            numbers = [(line.row["variant"], number_of(line)) for line in others]
+            parts = [(f"not what is claimed: {what}", number.value, number.ci95) for what, number in numbers]
+            return unmeasured(rows, subject, sentences(command, failure(found)), parts, others)
         remark = f"a whole training step, {found[-1].row['variant']}"
         return measured(rows, entry.claim, subject, number_of(found[-1]), remark)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.conformance.cases import CASES, COVERED, LINES, Case, Covered, Line, get_case
+from harness.conformance.cases import CASES, COVERED, IN_PART, LINES, Case, Covered, InPart, Line, get_case
 
 #: What rows of the suite name as their operation; their variant is the case.
 OPERATION = "conformance"
@@ -10,4 +10,4 @@ OPERATION = "conformance"
 #: kernels, as they come.)
 OURS = ("sonicmoe_triton", "sonicmoe_torch", "torch_loop")
 
-__all__ = ["CASES", "COVERED", "LINES", "OPERATION", "OURS", "Case", "Covered", "Line", "get_case"]
+__all__ = ["CASES", "COVERED", "IN_PART", "LINES", "OPERATION", "OURS", "Case", "Covered", "InPart", "Line", "get_case"]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.conformance import CASES, COVERED, OPERATION, Case, get_case
+from harness.conformance import CASES, COVERED, IN_PART, OPERATION, Case, get_case
 from harness.conformance.suite import TIME_LIMIT_S, Suite, failed_of_ours, own_in_words
 from harness.deadline import Deadline
 from harness.environment import environment, gpu_name
@@ -150,5 +150,7 @@ def show(
         out.print(f"[{colour}]{status}[/] {escape(f'{shown}: {reason}')}", highlight=False, soft_wrap=True)
     tests = ", ".join(dict.fromkeys(covered.line for covered in COVERED))
     out.print(f"Also met by tests of this repository: {tests}", highlight=False, soft_wrap=True)
+    parts = "; ".join(map(str, IN_PART))
+    out.print(f"Met in part: {parts}", highlight=False, soft_wrap=True)
     passed = sum(row["status"] == "ok" for row in rows)
     out.print(f"{passed} of {count(len(rows), 'case')} ok; our own: {own_in_words(rows)}.", highlight=False)

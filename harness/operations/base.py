@@ -20,6 +20,8 @@ class Operation(ABC):
     #: Names of the variants that tell apart e.g. the up- and the down-projection; ("",) where there is one.
     variants: ClassVar[tuple[str, ...]] = ("",)
     passes: ClassVar[tuple[str, ...]] = PASSES
+    #: Whether a routing is handed to it, so that one from a trace need not be planted through X and Wr.
+    takes_routing: ClassVar[bool] = False
     #: Whether held and peak memory mean anything for it.
     reports_memory: ClassVar[bool] = True
     #: Whether its rows say what came of a routing (the gate's counts).
@@ -29,6 +31,8 @@ class Operation(ABC):
 
     def unsupported_reason(self, point: Point) -> str | None:
         """Why the operation itself is not defined at this point; None where it is."""
+        if point.routing.trace_file and not self.takes_routing and point.shape.d < point.shape.E:
+            return f"a trace is planted through E of x's d features, but E={point.shape.E} exceeds d={point.shape.d}"
         return None
 
     def flops(self, point: Point, pass_: str, rows: int) -> int:

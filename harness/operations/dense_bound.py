@@ -31,6 +31,8 @@ class DenseBound(Operation):
 
     def unsupported_reason(self, point: Point) -> str | None:
         shape = point.shape
+        if point.routing.trace_file:
+            return "the dense bound's experts are balanced: it goes by no trace"
         if shape.T == 0 or shape.routed_rows % shape.E:
             return f"the dense bound needs balanced experts: T*K={shape.routed_rows} must be a multiple of E={shape.E}"
         return None

@@ -16,6 +16,7 @@ from harness.operations.base import Operation
 from harness.problem import make_problem
 from harness.reference import LEAST_TOKEN, ErrorSums, full_precision
 from harness.routing import choose_experts, expert_counts, router_scores
+from harness.traces import chosen_experts
 
 
 def rows_of(logits: Tensor, indices: Tensor, convention: str) -> RoutedRows:
@@ -40,10 +41,11 @@ def rows_of(logits: Tensor, indices: Tensor, convention: str) -> RoutedRows:
 class KernelOperation(Operation):
     """A kernel of the layer by itself, on operands that the layer would have at that place.
 
-    The routing is top-K's of the problem's own tokens, made in fp32, and the same for every input set.
+    The routing is top-K's of the problem's own tokens, made in fp32, or a trace's, and the same for every input set.
     """
 
     passes: ClassVar[tuple[str, ...]] = ("forward",)
+    takes_routing: ClassVar[bool] = True
     reports_memory: ClassVar[bool] = False
     reports_bandwidth: ClassVar[bool] = True
     #: What the first dimension of a result counts, and how small one of them may be (see `ErrorSums.worst_part`).
@@ -59,11 +61,14 @@ class KernelOperation(Operation):
         """What the kernel must give, by name, in fp32 (or integers)."""
 
     def make_problem(self, point: Point, device: torch.device | str, input_set: int = 0) -> Problem:
-        layer = make_problem(point, device, input_set)
-        first = make_problem(point, device) if input_set else layer
+        layer = make_problem(point, device, input_set, plant_trace=not self.takes_routing)
+        first = make_problem(point, device, plant_trace=not self.takes_routing) if input_set else layer
         with full_precision():
             logits = first.x.float() @ first.router.float().T
-        indices = choose_experts(first.x.float(), first.router.float(), point.shape.K)
+        if point.routing.trace_file and self.takes_routing:
+            indices = chosen_experts(point.routing, point.shape).to(logits.device)
+        else:
+            indices = choose_experts(first.x.float(), first.router.float(), point.shape.K)
         rows = rows_of(logits, indices, point.layer.router_convention)
         with torch.no_grad():
             x, operands = self.inputs(layer, rows)

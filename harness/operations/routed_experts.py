@@ -20,21 +20,23 @@ from harness.correctness import (
 from harness.costs import ELEMENT_BYTES, algorithm_bytes, boundary_bytes
 from harness.interface import Layer, Point, Problem
 from harness.operations.base import Operation
-from harness.problem import make_problem
+from harness.problem import forbid_others, make_problem
 from harness.reference import compare_routed, full_precision
 from harness.routing import expert_counts
 from harness.token_rounding import GeneralRouting, route_by
+from harness.traces import chosen_experts
 
 
 class RoutedExperts(Operation):
     """O[t] = sum over the pairs (t, e) of the routing of S[t,e] · down_e(silu(gate_e x_t) · up_e x_t).
 
-    The routing is made by the point's method from the logits x router^T of the first input set, and is the same for all
-    input sets: what a routing costs the experts, without the routing's own cost. The pairs' weights are a leaf, whose
-    gradient is checked. The router is no part of the layer.
+    The routing is made by the point's method from the logits x router^T of the first input set (experts that a trace
+    does not give a token forbidden), and is the same for all input sets: what a routing costs the experts, without the
+    routing's own cost. The pairs' weights are a leaf, whose gradient is checked. The router is no part of the layer.
     """
 
     name: ClassVar[str] = "routed_experts"
+    takes_routing: ClassVar[bool] = True
 
     def boundary_bytes(self, point: Point, pass_: str, rows: int) -> int:
         return boundary_bytes(point.shape, pass_, ELEMENT_BYTES[point.dtype], router=False)
@@ -43,7 +45,7 @@ class RoutedExperts(Operation):
         return algorithm_bytes(point.shape, pass_, ELEMENT_BYTES[point.dtype], rows, router=False)
 
     def make_problem(self, point: Point, device: torch.device | str, input_set: int = 0) -> Problem:
-        problem = make_problem(point, device, input_set)
+        problem = make_problem(point, device, input_set, plant_trace=False)
         return problem if input_set else replace(problem, routing=self._route(problem, point))
 
     @staticmethod
@@ -51,6 +53,8 @@ class RoutedExperts(Operation):
         """The point's routing of the problem's own tokens, always the same; the router serves nothing else."""
         with full_precision():
             logits = problem.x.float() @ problem.router.float().T
+        if point.routing.trace_file:
+            logits = forbid_others(logits, chosen_experts(point.routing, point.shape))
         return route_by(
             logits,
             point.shape.K,

@@ -23,6 +23,7 @@ class TopKRouter(KernelOperation):
     name: ClassVar[str] = "topk_router"
     part: ClassVar[str] = "token"
     reports_routing: ClassVar[bool] = False
+    takes_routing: ClassVar[bool] = False
 
     def inputs(self, problem: Problem, rows: RoutedRows) -> tuple[Tensor, Mapping[str, Tensor]]:
         with full_precision():

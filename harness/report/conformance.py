@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
-from harness.conformance import CASES, COVERED, LINES, OPERATION
+from harness.conformance import CASES, COVERED, IN_PART, LINES, OPERATION
 from harness.report.rows import Stored, latest
 from harness.report.tables import Cell, Column, Place, Table
 from harness.report.text import NONE, count
@@ -55,12 +55,13 @@ def table(rows: Sequence[Stored]) -> Table:
         symptom = "; ".join(dict.fromkeys(symptoms[line] for line in lines_of.get(case, ())))
         lines.append((machine, case, *statuses, reports, symptom))
     covered = ", ".join(dict.fromkeys(one.line for one in COVERED))
+    parts = "; ".join(map(str, IN_PART))
     return Table(
         NAME, "Conformance",
         "Public bug reports of MoE kernels, each as its smallest input. ok: output and all gradients agree with the "
         "fp32 reference, and what the case asks for besides holds. Also met by tests of this repository, since they "
-        f"concern measuring or our own kernels: {covered}. The suite has {count(len(CASES), 'case')}; {NOT_RUN}: the "
-        "implementation has met others on this machine, and not this one.",
+        f"concern measuring or our own kernels: {covered}. Met in part: {parts}. The suite has "
+        f"{count(len(CASES), 'case')}; {NOT_RUN}: the implementation has met others on this machine, and not this one.",
         (Column("GPU", filter=True), Column("case"), *(Column(name, "status") for name in names),
          Column("reports"), Column("symptom", wide=True)),
         tuple(lines), "Nobody has run moebench conformance yet.",

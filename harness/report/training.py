@@ -162,7 +162,7 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
     paper = {
         (ref.file, ref.line): result.claim
         for result in claims for finding in result.findings for ref in finding.rows
-        if result.claim.paper is not None
+        if result.claim.paper is not None and finding.value is not None
     }  # fmt: skip
     lines: list[tuple[Cell, ...]] = []
     for stored in steps:

@@ -21,6 +21,8 @@ from harness.training.processes import environment_rank
 ALONE = "alone"
 #: So long a process keeps quiet about what the first one may have found as well, and said.
 PATIENCE_S = 3.0
+#: A month; and more rounds than anybody waits for.
+MOST_TIMEOUT_S, MOST_ROUNDS = 30 * 86_400.0, 10_000
 
 
 def train(
@@ -49,8 +51,8 @@ def train(
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device cuda: torch sees no GPU here; train on --device cpu")
-        if timeout_s <= 0:
-            raise UserError(f"--timeout {timeout_s:g}: must be greater than 0")
+        if not 0 < timeout_s <= MOST_TIMEOUT_S:
+            raise UserError(f"--timeout {timeout_s:g}: must be greater than 0 and at most {MOST_TIMEOUT_S:g}")
         config = load_config(configuration, changes)
         folder = results_folder(output)
 
@@ -59,8 +61,8 @@ def train(
         if against:
             if losses_only:
                 raise UserError("--losses-only: --against compares times; leave one of the two out")
-            if rounds < 1:
-                raise UserError(f"--rounds {rounds}: must be at least 1")
+            if not 1 <= rounds <= MOST_ROUNDS:
+                raise UserError(f"--rounds {rounds}: must be at least 1 and at most {MOST_ROUNDS}")
             name, _, routing = against.partition(":")
             other = None
             if against != ALONE:

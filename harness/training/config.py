@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -11,15 +12,19 @@ from harness.documents import load_toml
 from harness.errors import UserError
 from harness.interface import DTYPES
 from harness.registry import choices
-from harness.shapes import MoEShape
-from harness.token_rounding import METHODS
+from harness.shapes import MOST, MoEShape
+from harness.sweep import MOST_SEED
+from harness.token_rounding import METHODS, MOST_M_TILE
 
+#: Largest factor, learning rate or clipping norm: what is made of them must still be float32.
+MOST_FACTOR = 1e9
 CONFIGURATIONS = Path(__file__).resolve().parent / "configurations"
 
 
 @dataclass(frozen=True)
 class Config:
-    """One training run. Tables of the TOML file are for the eye: the names below are unique across them.
+    """One training run. Tables of the TOML file are for the eye: the names below are unique across them. Every number
+    is finite.
 
     Attributes:
         name: the file's, without suffix.
@@ -35,7 +40,7 @@ class Config:
         batch: sequences of one step, over all processes.
         micro_batch: sequences of one forward. Routing and the load-balancing loss see one micro-batch at a time.
         steps, warmup: of the whole run; of the learning rate's linear rise.
-        learning_rate, final_share: the highest, and the share of it that the cosine ends at.
+        learning_rate, final_share: the highest, and the share of it, 0 to 1, that the cosine ends at.
         beta1, beta2, weight_decay: AdamW's; only matrices decay.
         clip: largest norm of the gradient.
         balance: factor of the load-balancing loss, of the mean over the layers.
@@ -88,16 +93,28 @@ class Config:
                 object.__setattr__(self, field.name, float(value))
             elif type(value).__name__ != kind:
                 raise UserError(f"{self.name}: {field.name} = {value!r} must be of type {kind}")
-        for name in ("layers", "heads", "vocabulary", "sequence", "batch", "micro_batch", "steps", "m_tile", "keep"):
-            self._at_least(name, 1)
-        for name in ("warmup", "shard", "validate_every", "checkpoint_every", "validation_sequences"):
-            self._at_least(name, 0)
-        for name in ("balance", "weight_decay"):
-            self._at_least(name, 0)
+            elif kind == "float" and not math.isfinite(value):
+                raise UserError(f"{self.name}: {field.name} = {value} must be a finite number")
+        for name in ("layers", "heads", "vocabulary", "sequence", "batch", "micro_batch", "steps", "keep"):
+            self._within(name, 1, MOST)
+        self._within("validation_sequences", 1, MOST)
+        for name in ("warmup", "shard", "validate_every", "checkpoint_every"):
+            self._within(name, 0, MOST)
+        self._within("m_tile", 1, MOST_M_TILE)
+        self._within("seed", 0, MOST_SEED)
+        self._within("final_share", 0, 1)
+        for name in ("balance", "weight_decay", "learning_rate", "clip", "rotary_base"):
+            self._within(name, 0, MOST_FACTOR)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{self.name}: {name} = {getattr(self, name)} must be at least 0 and less than 1")
         for name in ("learning_rate", "clip", "rotary_base"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{self.name}: {name} = {getattr(self, name)} must be greater than 0")
-        self.shape  # noqa: B018 - refuses sizes that no layer has
+        try:
+            self.shape  # noqa: B018 - refuses sizes that no layer has
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from error
         if self.d % self.heads or self.d // self.heads % 2:
             raise UserError(f"{self.name}: d = {self.d} must divide into heads = {self.heads} of even width")
         if self.batch % self.micro_batch:
@@ -107,9 +124,12 @@ class Config:
         if self.dtype not in DTYPES:
             raise UserError(f"{self.name}: dtype = {self.dtype!r}: {choices(self.dtype, DTYPES)}")
 
-    def _at_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise UserError(f"{self.name}: {name} = {getattr(self, name)} must be at least {least}")
+    def _within(self, name: str, least: int, most: float) -> None:
+        value = getattr(self, name)
+        if value < least:
+            raise UserError(f"{self.name}: {name} = {value} must be at least {least}")
+        if value > most:
+            raise UserError(f"{self.name}: {name} = {value} must be at most {most:.10g}")
 
     @property
     def shape(self) -> MoEShape:

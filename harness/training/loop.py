@@ -6,7 +6,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from harness import store
 from harness.compilation import CompilationCounter, watch_triton
 from harness.environment import GpuMonitor
 from harness.errors import UserError
@@ -39,6 +40,8 @@ from harness.worker import describe, no_memory
 
 #: Steps that do not count for times: kernels compile, the allocator grows.
 WARM_UP = 3
+#: What to do where numbers are no longer finite.
+_CALMER = "lower learning_rate, or lengthen warmup"
 
 
 @dataclass
@@ -85,18 +88,19 @@ class Trainer:
         self.times = Times()
         self.notes = [*self.model.notes, f"corpus {config.corpus}"]
 
-    def step(self, number: int, counts: bool = True) -> dict[str, Any]:
+    def step(self, number: int, counts: bool = True, batches: Iterable[Tensor] | None = None) -> dict[str, Any]:
         """One step: data, forward and backward of each micro-batch, clipping, update.
 
         Args:
             number: of the step, from 0.
             counts: whether its time does; with `losses_only` none does.
+            batches: its micro-batches on this process, where they have been read already.
 
         Returns:
             A line of the run's log.
 
         Raises:
-            UserError: the loss is no number, or a weight gets no gradient.
+            UserError: the loss or the gradient's norm is no number, or a weight gets no gradient.
         """
         config, place, model = self.config, self.place, self.model
         compilations = CompilationCounter()
@@ -107,7 +111,7 @@ class Trainer:
         own = config.micro_batches // place.world
         sums = torch.zeros(2, device=place.device)
         model.train()
-        for i, batch in enumerate(self.corpus.batches(number)):
+        for i, batch in enumerate(self.corpus.batches(number) if batches is None else batches):
             # What routing draws depends on seed, step and micro-batch alone: there is no state to save.
             torch.manual_seed(zlib.crc32(f"{config.seed} {number} {i * place.world + place.rank}".encode()))
             batch = batch.to(place.device)
@@ -118,14 +122,17 @@ class Trainer:
             ((loss + config.balance * balance) / own).backward()
             sums += torch.stack([loss.detach(), balance.detach()])
         self._check_gradients()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        gradient = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         dist.all_reduce(sums, group=place.group)
         mean_loss, mean_balance = (sums / config.micro_batches).tolist()
         seconds = _now(place) - started
-        if not math.isfinite(mean_loss):
-            raise UserError(f"the loss is {mean_loss} at step {number + 1}: lower learning_rate, or lengthen warmup")
+        norm = float(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+        # Neither would be of use any more: the gradient has gone into every weight.
+        for name, value in (("loss", mean_loss), ("gradient's norm", norm)):
+            if not math.isfinite(value):
+                raise UserError(f"the {name} is {value} at step {number + 1}: {_CALMER}")
         if counts and not self.losses_only:
             self.times.step_ms.append(seconds * 1e3)
             self.times.compiled += compilations.since_start()
@@ -135,7 +142,7 @@ class Trainer:
             "step": number + 1,
             "loss": mean_loss,
             "balance": mean_balance,
-            "gradient_norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+            "gradient_norm": norm,
             "learning_rate": rate,
             "tokens": (number + 1) * config.step_tokens,
         }
@@ -143,7 +150,11 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss of the validation set in nats a token; routing by top-K, whatever the training's."""
+        """Mean loss of the validation set in nats a token; routing by top-K, whatever the training's.
+
+        Raises:
+            UserError: it is no number.
+        """
         device = self.place.device
         self.model.eval()
         sums = torch.zeros(2, device=device)
@@ -152,7 +163,10 @@ class Trainer:
             loss, _ = self.model(batch[:, :-1], batch[:, 1:])
             sums += torch.stack([loss * weight, torch.tensor(weight, device=device)])
         dist.all_reduce(sums, group=self.place.group)
-        return float(sums[0] / sums[1])
+        loss = float(sums[0] / sums[1])
+        if not math.isfinite(loss):
+            raise UserError(f"the validation loss is {loss}: {_CALMER}")
+        return loss
 
     def peak_bytes(self) -> int | None:
         """The most that any process' GPU had allocated; every process calls it."""
@@ -164,21 +178,25 @@ class Trainer:
 
     def communication(self, number: int) -> tuple[float, float] | None:
         """Two more steps under the profiler: the second's share with communication and with exposed communication
-        (`communication_shares`), mean over the processes, each of which calls it. None with one process, on a CPU, and
-        where a profiler lost something.
+        (`communication_shares`), mean over the processes, each of which calls it. None where there is none to measure
+        (`communicates`), where the corpus has ended, and where a profiler lost something.
 
         Args:
             number: of the first of them.
         """
         place, order = self.place, list[str]()
-        if place.world == 1 or place.device.type != "cuda":
+        if not self.communicates():
+            return None
+        batches = self._read_ahead(number)
+        if batches is None:
+            self.notes.append("communication was not measured: the corpus could not be read any further")
             return None
 
         def steps() -> None:
             # The profilers of the processes begin at different times: in the first step one waits for the other.
-            self.step(number, counts=False)
+            self.step(number, counts=False, batches=batches[0])
             with window("step", order):
-                self.step(number + 1, counts=False)
+                self.step(number + 1, counts=False, batches=batches[1])
 
         events = profile(steps)
         try:
@@ -191,6 +209,21 @@ class Trainer:
         dist.all_reduce(sums, group=place.group)
         share, exposed = (sums / place.world).tolist()
         return None if math.isnan(share) else (share, exposed)
+
+    def communicates(self) -> bool:
+        """Whether a profiler sees communication: of several processes on GPUs."""
+        return self.place.world > 1 and self.place.device.type == "cuda"
+
+    def _read_ahead(self, number: int) -> list[list[Tensor]] | None:
+        """This process' micro-batches of two steps from ``number`` on; None on every process, each of which calls it,
+        where one cannot read them: a stream may end, and its connection break, once the run itself is done."""
+        try:
+            found = [list(self.corpus.batches(number + i)) for i in range(2)]
+        except Exception:
+            found = []
+        lacking = torch.tensor(float(not found), device=self.place.device)
+        dist.all_reduce(lacking, op=dist.ReduceOp.MAX, group=self.place.group)
+        return None if lacking else found
 
     def row(
         self,
@@ -310,7 +343,7 @@ def _ended_without_checkpoint(run_folder: Path, config: Config, resume: bool) ->
             "another folder with --folder"
         )
     saved = curves.read_config(run_folder) if lines else {}
-    if not lines or "validation_loss" not in lines[-1] or lines[-1].get("step") != saved.get("steps"):
+    if not lines or "validation_loss" not in lines[-1] or lines[-1]["step"] != saved["steps"]:
         return False
     other = difference(saved, config)
     if other is not None:
@@ -358,7 +391,9 @@ def failures(base: Mapping[str, Any], rows_folder: Path, place: Place) -> Iterat
                 f"{who}another process has ended, or kept the others waiting for too long; what it printed says why. "
                 f"Continue from the last checkpoint with --resume ({describe(error)[:120]})"
             ) from error
-        rows.append(rows_folder, rows.failed_row(base, "crashed", describe(error)))
+        # A full disk under a cache of compiled kernels, say, is not the implementation's doing.
+        if not (isinstance(error, OSError) and error.errno in store.NO_ROOM):
+            rows.append(rows_folder, rows.failed_row(base, "crashed", describe(error)))
         raise
 
 

@@ -117,6 +117,21 @@ def compare(
             what = f"efficiency of {place.world} processes " if other is None else ""
             numbers = f"{what}{row['value']:.3f} [{low:.3f}, {high:.3f}]{say_communication(measured[1])}"
             out.print(f"{numbers}; rows in {path}", highlight=False, soft_wrap=True)
+            doubt = _doubt(config, other, low, high)
+            if doubt:
+                out.print(f"[yellow]{doubt}[/]", highlight=False, soft_wrap=True)
+
+
+def _doubt(config: Config, other: Config | None, low: float, high: float) -> str:
+    """What to think of an interval of steps against their own like that leaves out 1; empty where it is none."""
+    if other is None or low <= 1 <= high:
+        return ""
+    if (other.implementation, other.routing, other.m_tile) != (config.implementation, config.routing, config.m_tile):
+        return ""
+    return (
+        "the same steps on both sides, and 1 lies outside: so do five in a hundred such intervals on a quiet machine. "
+        "Measure again, and call nothing faster that differs by as little"
+    )
 
 
 def _alone(together: Side, timeout_s: float) -> Side:

@@ -29,6 +29,8 @@ from harness.training import log
 
 #: Of the two-sided test: the probability of seeing a difference where none is, and of seeing one that is there.
 ALPHA, POWER = 0.05, 0.8
+#: Of a plan.
+MOST_SEEDS, MOST_DEVIATION = 1_000_000, 1_000_000
 #: A run, in whatever form.
 Run = TypeVar("Run")
 
@@ -206,10 +208,13 @@ def plan(deviation: float, seeds: int) -> str:
     """What top-K and one arm with so many seeds will tell, and an arm with one seed beside them.
 
     Raises:
-        UserError: one seed, or a deviation that is none.
+        UserError: one seed, or a deviation that is none, or more of either than any experiment has.
     """
-    if seeds < 2 or not 0 <= deviation < math.inf:
-        raise UserError(f"--plan {deviation:g} {seeds}: a deviation of at least 0, in nats, and at least 2 seeds")
+    if not 2 <= seeds <= MOST_SEEDS or not 0 <= deviation <= MOST_DEVIATION:
+        raise UserError(
+            f"--plan {deviation:g} {seeds}: a deviation of at least 0 and at most {MOST_DEVIATION}, in nats, and at "
+            f"least 2 and at most {MOST_SEEDS} seeds"
+        )
     many, one = (detectable_difference(deviation, count, seeds - 1) for count in (seeds, 1))
     return (
         f"Two arms with {seeds} seeds each, whose difference a seed moves by {deviation:g} nats: a difference of "

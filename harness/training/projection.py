@@ -39,6 +39,7 @@ import numpy as np
 from harness import store
 from harness.errors import UserError, refusals
 from harness.gpus import rates_of
+from harness.shapes import MOST
 from harness.training import costs
 from harness.training import rows as rows_module
 from harness.training.config import Config, load_config, sharded_over
@@ -187,7 +188,8 @@ def compute_of(rows: Sequence[Mapping[str, Any]], config: Config, gpu: str) -> C
 def _as_measured(config: Config, row: Mapping[str, Any]) -> Config:
     """The configuration with the layers, the batch and the sharding of a row's step."""
     tokens = row["latency_ms"]["median"] / 1e3 * row["training"]["tokens_per_s"]
-    micro_batches = max(round(tokens / config.shape.T), 1)
+    # A row may claim any rate.
+    micro_batches = max(round(min(tokens / config.shape.T, MOST // config.micro_batch)), 1)
     layers, shard = int(row["training"]["layers"]), rows_module.asked(row["variant"]).shard
     return replace(config, layers=layers, batch=micro_batches * config.micro_batch, shard=shard)
 
@@ -334,10 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--efficiency", type=float, default=Links.efficiency)
     given = parser.parse_args(arguments)
     with refusals("projection"):
-        if min(given.gpus) < 1:
-            raise UserError(f"--gpus {min(given.gpus)}: must be at least 1")
-        if given.shard < 0:
-            raise UserError(f"--shard {given.shard}: must be at least 0")
+        for option, least, numbers in (("--gpus", 1, given.gpus), ("--shard", 0, [given.shard])):
+            for number in numbers:
+                if not least <= number <= MOST:
+                    raise UserError(f"{option} {number}: must be at least {least} and at most {MOST}")
         if not 0 < given.efficiency <= 1:
             raise UserError(f"--efficiency {given.efficiency:g}: must be greater than 0 and at most 1")
         links = Links(efficiency=given.efficiency)

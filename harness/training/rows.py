@@ -54,12 +54,12 @@ def asked(text: str) -> Asked:
     numbers = {"layers": 0, "process": 0, "steps": 0}
     shard, rest = 0, []
     for part in parts:
-        found = re.fullmatch(r"(\d+) (layers|process|steps)(?:es)?", part, re.ASCII)
+        found = re.fullmatch(r"(\d{1,18}) (layers|process|steps)(?:es)?", part, re.ASCII)
         if found:
             numbers[found[2]] = int(found[1])
             continue
         rest.append(part)
-        over = re.fullmatch(r"sharded over (\d+)", part, re.ASCII)
+        over = re.fullmatch(r"sharded over (\d{1,18})", part, re.ASCII)
         shard = int(over[1]) if over else shard
     return Asked(name, numbers["layers"], numbers["process"], shard, ", ".join(rest))
 
@@ -88,7 +88,7 @@ def base_row(
         "shape": config.shape.as_dict(),
         "dtype": config.dtype,
         "layer": asdict(LayerSpec()),
-        "routing": asdict(RoutingSpec(config.routing, seed=config.seed, m_tile=config.m_tile)),
+        "routing": RoutingSpec(config.routing, seed=config.seed, m_tile=config.m_tile).as_dict(),
         "resume_key": key,
         "measured_on": device,
         "environment": machine,

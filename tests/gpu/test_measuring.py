@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from harness import measure, store, timing
+from harness import measure, one_call, store, timing
 from harness.correctness import forward_backward
 from harness.interface import Layer, Problem
 from harness.measure import Context, measure_point, measure_ratio
@@ -158,6 +159,18 @@ def test_the_breakdown_adds_up(windows: dict[str, list[KernelInterval]]) -> None
     assert sum(row["us"] for row in both) == pytest.approx(sum(row["us"] for row in apart), rel=1e-3)
     busy_us = 1e3 * statistics.mean(f + b for f, b in busy_samples(windows, "p"))
     assert sum(row["us"] for row in both) >= 0.99 * busy_us
+
+
+def test_one_call_is_profiled_and_written_as_a_trace(tmp_path: Path) -> None:
+    context, plugin = context_of(), default_registry().get(NAME)
+    point, file = common.point_of(NAME, MEDIUM), tmp_path / "trace.json"
+    found = one_call.profiled(point, "backward", plugin, context, str(file))
+    assert found["busy_us"] > 0 and all(kernel["us"] > 0 for kernel in found["kernels"])
+    assert any(kernel["role"] for kernel in found["kernels"])
+    traced = [e["name"] for e in json.loads(file.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    assert len(traced) == pytest.approx(sum(kernel["calls"] for kernel in found["kernels"]), abs=2)
+    built = one_call.warmed(point, "forward", plugin, context)
+    one_call.call(built.layer, built.problems[0], "forward", one_call._switched_on("cuda"))
 
 
 def bases(record: str = "measurement") -> dict[str, dict[str, Any]]:
