@@ -48,8 +48,9 @@ class FakeGpu:
     """A GPU that answers a sweep at once. Keys are (shape, pass); shapes as texts.
 
     Attributes:
-        slower: factor on a point's time; ``ratios``: on its ratio over the bound. Of a list, the first is for the first
-            measurement, and so on; the last one stays.
+        slower: factor on a point's time; ``ratios``: on its ratio over the bound; ``busy``: on the kernels' busy time,
+            where rows have one. Of a list, the first is for the first measurement, and so on; the last one stays.
+        busy_width: half the width of the busy time's interval, relative; None: rows have no busy time.
         mode: how the sweep's points are timed, as its rows say it.
         failing, bad_ratios: status and reason in place of numbers (with them, where it is unstable).
         missing: points for which no row is written.
@@ -58,6 +59,8 @@ class FakeGpu:
 
     slower: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
     ratios: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
+    busy: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
+    busy_width: float | None = None
     failing: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     bad_ratios: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     missing: set[tuple[str, str]] = field(default_factory=set)
@@ -100,8 +103,9 @@ class FakeGpu:
             return found.pop(0) if len(found) > 1 else found[0]
         return found
 
-    def numbers(self, centre: str, value: float) -> dict[str, Any]:
-        ends = [value * (1 - self.width), value * (1 + self.width)]
+    def numbers(self, centre: str, value: float, width: float | None = None) -> dict[str, Any]:
+        width = self.width if width is None else width
+        ends = [value * (1 - width), value * (1 + width)]
         return {centre: value, "ci95": ends, "samples": 12}
 
     def measure(self, path: Path, point: Point, pass_: str) -> None:
@@ -119,6 +123,9 @@ class FakeGpu:
         }
         if status in ("ok", "unstable"):
             row["device_ms"] = {**self.numbers("median", factor * (1 + point.shape.n / 1000)), "basis": self.basis}
+            if self.busy_width is not None:
+                busy = self.factor(self.busy, place) * 0.99 * (1 + point.shape.n / 1000)
+                row["busy_ms"] = self.numbers("median", busy, self.busy_width)
             row.pop("mode", None)
             row["latency_ms"] = {**self.numbers("median", 3.0), "mode": self.mode}
             row["kernels"] = kernels(pass_, factor) + self.extra_kernels

@@ -147,6 +147,58 @@ def test_without_a_reference_the_point_is_measured_once_more(gated: Gate) -> Non
     assert gated.run(FakeGpu(failing={FORWARD: ("unstable", "compiled while timing")}))[0] == 1
 
 
+# By which time.
+
+
+def with_busy(**factors: Any) -> FakeGpu:
+    return FakeGpu(busy_width=0.003, **factors)
+
+
+def test_a_point_whose_replays_wander_is_judged_by_its_busy_time(gated: Gate) -> None:
+    """Its second look is of that time, too: a ratio of replays would say no more than the replays."""
+    assert gated.run(with_busy(slower={FORWARD: [1.0, 1.05, 1.1]}), update=True)[0] == 0
+    assert {point.what: point.by for point in baselines.read(gated.path).points if point.by != "device_ms"} == {
+        what(): "busy_ms"
+    }
+    assert gated.found(with_busy(slower={FORWARD: 1.3}))[1][what()]["outcome"] == "ok"
+    gpu = with_busy(busy={FORWARD: 1.055})
+    code, points, _ = gated.found(gpu, threshold="median:3%")
+    point = points[what()]
+    assert code == 1 and point["outcome"] == "regression" and point["judged_by"] == "busy_ms"
+    assert point["change"] == pytest.approx(0.055) and point["baseline_ms"]["median"] == pytest.approx(0.99 * 1.256)
+    assert point["second_look"]["how"] == "measured again"
+    assert [str(one.shape) for one in gpu.asked[1].points] == [HEADLINE] and not gpu.asked[1].ratios
+    code, text = gated.run(with_busy(busy={FORWARD: [1.055, 1.0]}), threshold="median:3%")
+    assert code == 0 and "drift" in text and "ms, by its kernels' busy time: +5.5%" in text
+    code, points, _ = gated.found(FakeGpu())
+    assert code == 1 and points[what()]["reason"] == "the row has no busy time"
+
+
+@pytest.mark.parametrize(
+    ("wandering", "by", "how"),
+    [
+        ("busy", "device_ms", "ratio over cublas_bound gemm"),
+        ("ratios", "device_ms", "measured again"),
+        ("slower", "busy_ms", "measured again"),
+    ],
+)
+def test_each_look_is_at_what_repeated_best(gated: Gate, wandering: str, by: str, how: str) -> None:
+    gpu = FakeGpu(busy_width=0.003, width=0.002, **{wandering: {FORWARD: [1.0, 1.01, 1.02]}})
+    if wandering != "ratios":  # else as wide as the time's
+        gpu.ratios = {**gpu.ratios, FORWARD: [1.0, 1.0, 1.0]}
+        gpu.slower = {FORWARD: [1.0, 1.001, 1.0], **gpu.slower}
+    assert gated.run(gpu, update=True)[0] == 0
+    slow = {FORWARD: 1.1}
+    code, points, _ = gated.found(with_busy(slower=slow, busy=slow, ratios=slow))
+    point = points[what()]
+    assert code == 1 and (point["judged_by"], point["second_look"]["how"]) == (by, how)
+
+
+def test_a_baseline_measured_once_says_nothing_of_what_repeats(gated: Gate) -> None:
+    assert gated.run(with_busy(slower={FORWARD: [1.0, 1.05]}), update=True, repeat=2)[0] == 0
+    assert {(point.by, point.busy) for point in baselines.read(gated.path).points} == {("device_ms", None)}
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_points_and_ratios_of_every_mode_are_found(mode: str, gated: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Failed ones too, which have no time to say it with."""

@@ -9,7 +9,9 @@ from harness.errors import UserError
 from harness.record import Row, point_fields
 from harness.regress.asked import Asked, is_a_a
 from harness.regress.baseline import (
+    BUSY,
     DEFAULT_THRESHOLD,
+    LEAST_REPEATED,
     Baseline,
     BaselinePoint,
     Interval,
@@ -17,7 +19,7 @@ from harness.regress.baseline import (
     Threshold,
     environment_of,
 )
-from harness.regress.judge import MISSING, Now, combine
+from harness.regress.judge import Now, combine, ratio_of
 
 
 def new_baseline(
@@ -30,7 +32,7 @@ def new_baseline(
     """The baseline of a run of the whole sweep; points of the old one keep their own thresholds.
 
     Args:
-        rows: by identity.
+        rows: by identity; of each point and ratio as many as the run repeated it.
         known: the old baseline.
         given: the default threshold, in place of the old one's.
         gpu: the GPU's name.
@@ -87,13 +89,13 @@ def _baseline_point(one: Asked, rows: Mapping[str, Sequence[Row]], own: Threshol
     reference = None
     if one.ratio is not None:
         found = rows.get(one.ratio_key, ())
-        bad = next((row for row in found if row["status"] != "ok"), None)
-        if not found or bad is not None:
-            reason = f"{bad['status']}: {bad.get('reason') or ''}" if bad is not None else f"{MISSING}: no row"
-            raise UserError(f"no baseline written: ratio over the bound of {one.what}: {' '.join(reason.split())}")
-        newest = found[-1]
-        ratio = Interval(newest["value"], *newest["ci95"])
-        reference = Reference(ratio, newest["basis"])
+        ratio = ratio_of(found)
+        if not isinstance(ratio, Interval):
+            reason = " ".join(": ".join(ratio).split())
+            raise UserError(f"no baseline written: ratio over the bound of {one.what}: {reason}")
+        reference = Reference(ratio, found[0]["basis"])
+    # Of a single measurement nobody knows which of its times repeats.
+    again = combine(rows[one.key], BUSY) if len(rows[one.key]) >= LEAST_REPEATED else None
     fields = {**point_fields(one.point), "shape": str(one.point.shape), "pass": one.pass_}
     shown = ("implementation", "operation", "variant", "shape", "dtype", "pass")
     return BaselinePoint(
@@ -105,4 +107,5 @@ def _baseline_point(one: Asked, rows: Mapping[str, Sequence[Row]], own: Threshol
         {name: round(us, 3) for name, us in now.kernels.items()},
         own,
         reference,
+        again.time if isinstance(again, Now) else None,
     )
