@@ -140,7 +140,7 @@ class FakeGpu:
         if ratio.bound:
             row["denominator_variant"] = ratio.bound
         if status in ("ok", "unstable"):
-            value = self.itself if ratio.is_a_a else 1.2 * self.factor(self.ratios, place)
+            value = self.itself if ratio.is_a_a else (1.2 if ratio.bound else 1.0) * self.factor(self.ratios, place)
             row |= {**self.numbers("value", value), "basis": self.basis}
         append(path, row)
 

@@ -122,6 +122,12 @@ def regress(
     return report.exit_code
 
 
+def of_all_points(known: Baseline, threshold: Threshold | None) -> Baseline:
+    """The baseline with one threshold (None: its own default) for every point, those with their own too."""
+    points = tuple(replace(point, threshold=None) for point in known.points)
+    return replace(known, threshold=threshold or known.threshold, points=points)
+
+
 def _shown(path: Path) -> str:
     """The file's path, from the repository's root where it lies below it."""
     whole = path.resolve()
@@ -175,15 +181,18 @@ def judged(
     Args:
         rounds: of each gate the rows of its first look.
     """
-    looks = [_first_looks(asked, known, given, rows) for rows in rounds]
+    looks = [first_looks(asked, known, given, rows) for rows in rounds]
     suspicious = [found for _, found in looks]
     if any(suspicious):
         _look_again(run, sweep, suspicious)
     return [findings for findings, _ in looks]
 
 
-def _first_looks(
-    asked: Sequence[Asked], known: Baseline, given: Threshold | None, rows: Mapping[str, Sequence[Row]]
+def first_looks(
+    asked: Sequence[Asked],
+    known: Baseline,
+    given: Threshold | None,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> tuple[list[Finding], list[Suspicion]]:
     """All findings of one gate, and those of them that a second look must settle."""
     by_key = {one.key: one for one in asked}
