@@ -93,6 +93,15 @@ def test_a_trial_counts_false_alarms_and_what_is_caught(gated: Gate) -> None:
     }  # fmt: skip
 
 
+def test_a_baseline_that_judges_by_replays_alone_is_said(gated: Gate, capsys: pytest.CaptureFixture[str]) -> None:
+    assert on_trial(gated, FakeGpu(), gates=0, tries=0)["unchanged"] == {"gates": [], "false_alarms": 0}
+    assert "every point is judged by its replays; moebench regress --update" in capsys.readouterr().err
+    assert gated.run(FakeGpu(busy_width=0.003), update=True)[0] == 0
+    kept = {"output": gated.folder / "rows", "file": gated.folder / "trial.json", "workers": 1, "baseline": None}
+    trial._main(0, 0, 5.5, HEADLINE, Threshold(3.0), **kept)
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_the_planted_work_is_set_by_what_it_was_measured_to_cost(gated: Gate) -> None:
     its = on_trial(gated, PlantedGpu(gives=0.8))["planted"]
     assert its["slowdown"]["value"] == pytest.approx(0.055 * (0.8 + 0.2 * 0.8), abs=1e-3)

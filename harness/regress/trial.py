@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from harness import regress as gate
 from harness import store
@@ -34,7 +35,7 @@ from harness.record import Row, gpu_slug
 from harness.registry import PLUGINS_VARIABLE
 from harness.regress import baseline as baselines
 from harness.regress import output as outputs
-from harness.regress.baseline import Baseline, BaselinePoint, Interval, Threshold, parse_threshold
+from harness.regress.baseline import LEAST_REPEATED, Baseline, BaselinePoint, Interval, Threshold, parse_threshold
 from harness.regress.judge import REGRESSION, Finding, change, ratio_of
 from harness.regress.rejudge import rejudge
 from harness.session import RESULTS, results_folder
@@ -305,11 +306,14 @@ def _main(
         raise UserError("the gate measures on a GPU, and this machine has none")
     path = baseline or gate.BASELINES / f"{gpu_slug(gpu)}.json"
     known = gate.of_all_points(baselines.read(path), threshold)
+    out = Console(stderr=True)
+    if all(point.busy is None for point in known.points):
+        text = f"{path} was measured fewer than {LEAST_REPEATED} times: every point is judged by its replays"
+        out.print(f"[yellow]warning[/] {escape(text)}; moebench regress --update makes a new one", soft_wrap=True)
     target = file or RESULTS / gpu_slug(gpu) / "regress_trial.json"
     outputs.check_writable("--file", target)
     registry = gate.load_registry()
     sweep = gate.load_sweep(gate.SWEEP, registry)
-    out = Console(stderr=True)
     folder = results_folder(output)
     run = gate.Run(out, registry, folder / f"{gate.SWEEP}.jsonl")
     # Rows of a layer that is slow on purpose stand in a file of their own.
