@@ -35,7 +35,7 @@ def test_a_baseline_names_its_environment_and_is_sorted(gated: Gate) -> None:
 
 
 def test_a_baseline_measures_points_and_ratios_three_times(bare: Gate) -> None:
-    gpu = FakeGpu(slower={FORWARD: [1.0, 1.02, 1.01]}, ratios={FORWARD: [1.0, 1.02, 1.01]}, busy_width=0.003)
+    gpu = FakeGpu(slower={FORWARD: [1.0, 1.02, 1.01]}, ratios={FORWARD: [1.0, 1.02, 1.01]}, busy_width=0.02)
     assert bare.run(gpu, update=True)[0] == 0
     read = baselines.read(bare.path)
     point = next(point for point in read.points if point.what == what())

@@ -64,6 +64,24 @@ def test_stored_gates_are_judged_as_they_were(gated: Gate) -> None:
     assert (alone.suspicious, alone.settled, alone.failing) == (1, 3, 0)
 
 
+def test_second_looks_by_busy_times_count(gated: Gate) -> None:
+    """They follow the two runs of an update, whose ratios are nobody's second look."""
+    wandering = {FORWARD: [1.0, 1.05, 1.1]}
+    (gated.folder / "rows" / "ci.jsonl").unlink()
+    assert gated.run(FakeGpu(busy_width=0.003, slower=wandering), update=True)[0] == 0
+    made, _ = store.read(gated.folder / "rows" / "ci.jsonl")
+    last = max(index for index, row in enumerate(made) if row["record"] == "measurement")
+    over = [row for row in made if row.get("denominator_variant")]
+    assert {row["time_kind"] for row in over} == {"device", "busy"} and made.index(over[0]) > last
+    update = [{**row, "run_id": "ratios" if row in over else "points and itself"} for row in made]
+    update.sort(key=lambda row: row["run_id"])
+    gpu = FakeGpu(busy_width=0.003, busy={FORWARD: [1.1, 1.0, 1.1]}, busy_ratios={FORWARD: [1.0, 1.1]})
+    gates = runs(measured(gated, gpu, 3, THREE))
+    for rows in (gates, [*update, *gates], [*gates, *update]):
+        (found,) = judged(gated, rows, THREE)
+        assert (found.gates, found.suspicious, found.settled, found.failing) == (3, 2, 3, 1)
+
+
 def test_second_looks_that_are_missing_settle_nothing(gated: Gate) -> None:
     gpu = FakeGpu(slower={FORWARD: 1.1}, ratios={FORWARD: 1.1})
     rows = runs(measured(gated, gpu, 3, THREE))

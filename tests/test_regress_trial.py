@@ -195,7 +195,10 @@ def test_a_slowdown_that_the_gate_does_not_see_is_not_caught(gated: Gate) -> Non
 def test_second_looks_without_a_ratio_are_one_sweep_too(gated: Gate) -> None:
     """Rows of both passes come of each point: whichever of them a gate asked for, it gets its own."""
     backward = (HEADLINE, "backward")
-    assert gated.run(FakeGpu(busy_width=0.003, slower={FORWARD: [1, 1.1], backward: [1, 1.1]}), update=True)[0] == 0
+    making = FakeGpu(busy_width=0.003)
+    making.slower = {FORWARD: [1, 1.1], backward: [1, 1.1]}
+    making.busy_ratios = {FORWARD: [1, 1.1], backward: [1, 1.1]}
+    assert gated.run(making, update=True)[0] == 0
     noisy = FakeGpu(
         busy_width=0.003,
         busy={FORWARD: [1.0, 1.1, 1.0, 1.0, 1.1, 1.1], backward: [1.1, 1.1, 1.0, 1.1, 1.0, 1.1]},
@@ -208,6 +211,29 @@ def test_second_looks_without_a_ratio_are_one_sweep_too(gated: Gate) -> None:
     assert [each[what(*backward)] for each in found] == ["regression", "drift", "ok"]
     assert [each[what()] for each in found] == ["ok", "regression", "ok"]
     assert [len(sweep.points) for sweep in noisy.asked] == [3, 2]
+
+
+def test_second_looks_by_busy_times_are_one_sweep_too_and_each_gate_has_its_own(gated: Gate) -> None:
+    backward = (HEADLINE, "backward")
+    wandering = {FORWARD: [1, 1.1, 1.05], backward: [1, 1.1, 1.05]}
+    assert gated.run(FakeGpu(busy_width=0.003, slower=wandering), update=True)[0] == 0
+    noisy = FakeGpu(
+        busy_width=0.003,
+        busy={FORWARD: [1.0, 1.1, 1.0], backward: [1.1, 1.1, 1.0]},
+        busy_ratios={FORWARD: [1.1], backward: [1.1, 1.0]},
+    )
+    # Of three gates the first looks again at the backward, the second at both, the third at none.
+    gated.gpu = noisy
+    run = gate.Run(Console(file=io.StringIO()), registry(), gated.folder / "rows" / "ci.jsonl")
+    known = trial.Trial(run, ci(), gate.asked_of(ci()), baselines.read(gated.path)).only(HEADLINE)
+    found = [{one.what: one.outcome for one in each} for each in known.gates(3)]
+    assert [each[what(*backward)] for each in found] == ["regression", "drift", "ok"]
+    assert [each[what()] for each in found] == ["ok", "regression", "ok"]
+    first, second = noisy.asked
+    assert len(first.points) == 3 and not first.ratios and not second.points
+    assert [(ratio.time_kind, ratio.passes) for ratio in second.ratios if ratio.bound] == [
+        ("busy", ("backward",)), ("busy", ("backward", "forward")),
+    ]  # fmt: skip
 
 
 def test_a_slowdown_beyond_the_kernel_is_refused(gated: Gate) -> None:

@@ -19,10 +19,10 @@ from harness.record import MEASURED_STATUSES, Row, gpu_slug
 from harness.registry import ROOT, Registry, load_registry
 from harness.regress import baseline as baselines
 from harness.regress import output as outputs
-from harness.regress.asked import Asked, asked_of, is_a_a
+from harness.regress.asked import Asked, OverBound, asked_of, is_a_a, itself, together
 from harness.regress.baseline import Baseline, BaselinePoint, Threshold, parse_threshold
 from harness.regress.judge import MISSING, NEW, REGRESSION, Finding, Now, combine, first_look, second_look
-from harness.regress.update import check_clean, new_baseline
+from harness.regress.update import check_clean, new_baseline, ratios_to_measure
 from harness.report.text import count, plain
 from harness.session import RESULTS, results_folder, run_sweep
 from harness.sweep import RatioPoint, Sweep, load_sweep
@@ -94,8 +94,7 @@ def regress(
     asked = asked_of(sweep)
     run = Run(out, registry, results_folder(output) / f"{SWEEP}.jsonl")
     if update:
-        rows = run.measure(replace(sweep, points=sweep.points * repeat, ratios=sweep.ratios * repeat))
-        made = new_baseline(asked, rows, known, given, gpu)
+        made = new_baseline(asked, _measured_for_baseline(run, sweep, asked, repeat), known, given, gpu)
         baselines.write(path, made)
         for warning in run.warnings:
             out.print(f"[yellow]warning[/] {escape(plain(warning))}", highlight=False, soft_wrap=True)
@@ -163,6 +162,19 @@ class Run:
         return dict(found)
 
 
+def _measured_for_baseline(run: Run, sweep: Sweep, asked: Sequence[Asked], repeat: int) -> dict[str, list[Row]]:
+    """Points first, and the method against itself: by which time a point is judged, and so of which its ratio over the
+    bound must be, only follows from how they repeated. By identity, as `Run.measure`."""
+    against_itself = [ratio for ratio in sweep.ratios if ratio.is_a_a]
+    with store.hold(run.path):
+        rows = run.measure(replace(sweep, points=sweep.points * repeat, ratios=against_itself * repeat))
+        ratios = ratios_to_measure(asked, rows)
+        ratios += [ratio for ratio in itself(sweep, ratios) if ratio not in against_itself]
+        if ratios:
+            rows |= run.measure(replace(sweep, points=[], ratios=ratios * repeat))
+    return rows
+
+
 #: A point that looks slower, with what is needed to look again.
 Suspicion = tuple[Finding, BaselinePoint, Asked]
 
@@ -226,35 +238,33 @@ def _look_again(run: Run, sweep: Sweep, suspicious: Sequence[Sequence[Suspicion]
     ratio settles them, the others by themselves."""
     number = sum(map(len, suspicious))
     run.out.print(f"slower or unstable: {count(number, 'point')}; measuring again", highlight=False)
-    beside: list[Suspicion] = []
+    beside: list[tuple[Suspicion, OverBound]] = []
     ratios: list[RatioPoint] = []
     alone: list[tuple[Suspicion, int]] = []
     points: list[Point] = []
     for of_gate in suspicious:
-        passes: dict[RatioPoint, list[str]] = defaultdict(list)
+        wanted: list[tuple[OverBound, str]] = []
         # A point gives a row of each pass, whichever of them is suspicious: how many of the same one come before.
         places: dict[Point, int] = {}
         for suspicion in of_gate:
             _, point, one = suspicion
-            if point.settling is not None and one.ratio is not None:
-                passes[one.ratio].append(one.pass_)
-                beside.append(suspicion)
+            over = one.settling(point)
+            if over is not None:
+                wanted.append((over, one.pass_))
+                beside.append((suspicion, over))
             else:
                 alone.append((suspicion, places.setdefault(one.point, points.count(one.point))))
-        ratios += [replace(ratio, passes=tuple(wanted)) for ratio, wanted in passes.items()]
+        ratios += together(wanted)
         points += places
-    if ratios:
-        # The method against itself belongs to every run that rests on ratios.
-        ratios += [ratio for ratio in sweep.ratios if ratio.is_a_a]
+    ratios += itself(sweep, ratios)
     rows = run.measure(replace(sweep, description="What looks slower, once more", points=points, ratios=ratios))
     for (found, point, one), place in alone:
         second_look(found, point, rows.get(one.key, ())[place : place + 1], "")
     # Each suspicion asked for one row of its ratio, gate by gate.
     left = {key: iter(found) for key, found in rows.items()}
-    for found, point, one in beside:
-        assert one.ratio is not None
-        row = next(left.get(one.ratio_key, iter(())), None)
-        second_look(found, point, [] if row is None else [row], f"{one.ratio.denominator} {one.ratio.bound}")
+    for (found, point, _), over in beside:
+        row = next(left.get(over.key, iter(())), None)
+        second_look(found, point, [] if row is None else [row], over.what)
 
 
 def _measured(rows: Mapping[str, Sequence[Row]]) -> Iterable[Row]:

@@ -21,6 +21,8 @@ _THRESHOLD = re.compile(r"median:([0-9]{1,4}(?:\.[0-9]{1,4})?)%")
 _MOST_PERCENT = 1000.0
 #: The times of a row that a point can be judged by.
 DEVICE, BUSY = "device_ms", "busy_ms"
+#: What a row gives as the basis of a ratio of busy times.
+BUSY_BASIS = "busy"
 #: With fewer measurements of a point nothing is known of how well its times repeat.
 LEAST_REPEATED = 3
 
@@ -88,7 +90,7 @@ class BaselinePoint:
         time: the GPU's own time in ms; ``basis`` as in rows.
         kernels: microseconds of one call by role, or by name where a kernel has no role.
         threshold: its own, in place of the baseline's.
-        reference: its ratio over the bound.
+        reference: its ratio over the bound, of the times by which it is judged (an older baseline's: of replays).
         busy: its kernels' busy time in ms; None where the baseline was not repeated `LEAST_REPEATED` times.
 
     Intervals hold those of all repetitions, so that their widths say how well each number repeated.
@@ -122,12 +124,14 @@ class BaselinePoint:
     def settling(self) -> Reference | None:
         """The ratio over the bound where it settles a suspicion; None where the point is measured again by itself.
 
-        The ratio is of replays, and over GEMMs alone it depends on the clock at which it was taken: it says nothing
-        where replays were found to repeat worse than the busy time, and less than the time where it repeated worse than
-        that."""
+        A ratio of replays says nothing where replays were found to repeat worse than the busy time. And over GEMMs
+        alone a ratio depends on the clock at which it was taken: it says less than the time where it repeated worse
+        than that."""
         if self.reference is None or self.busy is None:
             return self.reference
-        return self.reference if self.by == DEVICE and self.reference.ratio.width <= self.time.width else None
+        basis = BUSY_BASIS if self.by == BUSY else self.basis
+        repeated = self.reference.ratio.width <= self.judged.width
+        return self.reference if self.reference.basis == basis and repeated else None
 
 
 @dataclass(frozen=True)

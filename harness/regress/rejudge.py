@@ -52,16 +52,18 @@ def blocks_of(rows: Sequence[Row], asked: Sequence[Asked]) -> list[Block]:
     """Gates in a file of rows, in its order.
 
     A run that measures every point and no ratio is one of gates: a round ends where a point comes again. A run with
-    both made a baseline and is left out, as is one of a part of the points, and a round that was cut off.
+    both made a baseline and is left out, with the ratios that follow it; so is a run of a part of the points, and a
+    round that was cut off.
     """
-    points, ratios = {one.key for one in asked}, {one.ratio_key for one in asked if one.ratio_key}
+    points, ratios = {one.key for one in asked}, {over.key for one in asked for over in one.ratios.values()}
     found = [Block()]
     for _, group in groupby(rows, key=lambda row: row["run_id"]):
         of_run = [(store.identity(row, None), row) for row in group]
         measured = [(key, row) for key, row in of_run if key in points]
         looked = [(key, row) for key, row in of_run if key in ratios]
         if points <= {key for key, _ in measured}:
-            if looked:
+            if any(row["record"] == "ratio" for _, row in of_run):
+                found.append(Block())
                 continue
             if found[-1].looks:
                 found.append(Block())
@@ -132,9 +134,10 @@ def verdicts(
 def _settle(suspicions: Sequence[gate.Suspicion], looks: Mapping[str, Row]) -> bool:
     """Whether all suspicions of a gate could be settled by the second looks stored for it."""
     for found, point, one in suspicions:
-        if point.settling is None or one.ratio is None or one.ratio_key not in looks:
+        over = one.settling(point)
+        if over is None or over.key not in looks:
             return False
-        second_look(found, point, [looks[one.ratio_key]], f"{one.ratio.denominator} {one.ratio.bound}")
+        second_look(found, point, [looks[over.key]], over.what)
     return True
 
 
@@ -150,7 +153,11 @@ def looks_of(
     stored = {key: len(rows) for key, rows in block.looks.items()}
     for threshold in thresholds:
         wanted = [
-            [one.ratio_key for _, point, one in gate.first_looks(asked, known, threshold, rows)[1] if point.settling]
+            [
+                over.key
+                for _, point, one in gate.first_looks(asked, known, threshold, rows)[1]
+                if (over := one.settling(point)) is not None
+            ]
             for rows in block.rounds
         ]
         for gates in range(len(wanted), 0, -1):
