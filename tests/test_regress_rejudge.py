@@ -6,6 +6,7 @@ import functools
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 
@@ -179,6 +180,27 @@ def test_the_first_trial_is_told_as_its_rows_have_it() -> None:
     assert (five.gates, five.suspicious, five.failing) == (20, 17, 0)
     told = "of ten gates without a change none would have failed at the baseline's threshold, but three would have at"
     assert told in prose("README.md")
+
+
+def test_second_looks_took_as_long_as_the_method_says() -> None:
+    rows, _, _ = first_trial()
+    ends: dict[str, str] = {row["run_id"]: row["timestamp"] for row in rows if row["record"] == "ratio"}
+    del ends[rows[0]["run_id"]]  # the baseline
+    took = []
+    for run, end in ends.items():
+        start = datetime.strptime(run.split("-")[0] + "+0000", "%Y%m%dT%H%M%S%z")
+        took.append((datetime.fromisoformat(end) - start).total_seconds())
+    told = (
+        f"a second look with ratios of replays took {min(took):.0f} to {max(took):.0f} s, most of it the start of two"
+    )
+    assert len(took) == 10 and told in prose("docs/method.md")
+    for run, seconds in zip(ends, took, strict=True):
+        # A job has several rows and one share of the start.
+        shares = {(str(row["shape"]), row["denominator"]): row["overhead_s"]["process_start"]
+                  for row in rows if row["run_id"] == run}  # fmt: skip
+        assert sum(shares.values()) > seconds / 2
+    assert not any(row.get("time_kind") == "busy" for row in store.read(COMMITTED)[0])
+    assert "no row of a ratio of busy times yet" in prose("docs/method.md")
 
 
 def test_the_rule_is_as_good_as_the_method_says() -> None:
