@@ -311,7 +311,9 @@ def regress(
         str,
         typer.Option(help="Such as median:5%, for every point; default: the baseline's, which points may override."),
     ] = "",
-    repeat: Annotated[int, typer.Option(help="Measure each point this often; kernels are compiled once.")] = 1,
+    repeat: Annotated[
+        int | None, typer.Option(help="Measure each point this often [default: 1; 3 with --update].")
+    ] = None,
     update: Annotated[bool, typer.Option("--update", help="Write a new baseline; refused from a dirty tree.")] = False,
     baseline: Annotated[Path | None, typer.Option(help="Default: results/baselines/<gpu>.json.")] = None,
     output: RowsFolder = None,

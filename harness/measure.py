@@ -513,11 +513,13 @@ def measure_ratio(
     bases: dict[str, Row],
     context: Context,
     allow_graph: bool = True,
+    time_kind: str = "device",
 ) -> Iterator[Row]:
     """Ratio rows numerator / denominator of device time, the two alternating call by call on the same data.
 
     Args:
         points: what each of them computes; they differ where the denominator is a bound, which has data of its own.
+        time_kind: ``busy``: of busy times, whether or not graphs can be captured.
     """
     point = points[0]
     context.start_cuda()
@@ -556,6 +558,8 @@ def measure_ratio(
     assert context.evict is not None
     reasons = [b.implementation.no_graph_reason for b in builts]
     reason = next((r for r in reasons if r), None if allow_graph else "a graph capture ended the process")
+    if time_kind == "busy":
+        reason = "busy times were asked for"
     compilations = CompilationCounter()
     states: list[dict[str, Any]] = []
 
@@ -629,7 +633,7 @@ def measure_ratio(
             "timestamp": utc_now(),
             "status": "ok",
             "reason": "",
-            "time_kind": "device",
+            "time_kind": time_kind,
             "basis": basis,
             **ratio_interval(both),
             "overhead_s": dict(context.overhead),

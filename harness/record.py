@@ -33,7 +33,8 @@ MEASURED_STATUSES = ("ok", "unstable")
 PASSES = ("forward", "backward", "forward_backward")
 MODES = ("burst", "sustained", "paced")
 MEASURED_ON = ("cuda", "cpu", "fake")
-TIME_KINDS = ("device", "host")
+#: Of a ratio's times; ``busy``: of busy times although graphs can be captured, which only the gate asks for.
+TIME_KINDS = ("device", "host", "busy")
 #: Where a device time comes from: replay of a CUDA graph, or the union of the kernels' busy intervals.
 BASES = ("graph", "busy")
 
@@ -516,6 +517,8 @@ def _status_rules(row: Mapping[str, Any], record: str) -> list[str]:
         if row.get("denominator_variant") is not None and row["denominator_variant"] == row.get("variant"):
             problems.append(f"denominator_variant {_shown(row['variant'])}: is there only where it is another variant")
         problems += [f"{field}: missing" for field in _RATIO_NUMBERS if row.get(field) is None]
+        if row.get("time_kind") == "busy" and row.get("basis") != "busy":
+            problems.append(f"basis {row.get('basis')!r}: a ratio that was asked for by busy times is of them")
     measured_on = row.get("measured_on")
     environment = row.get("environment")
     if measured_on == "cuda" and environment and not environment.get("gpu"):

@@ -43,6 +43,8 @@ class Work:
     denominator: str = ""
     #: What the denominator computes, where that is not the numerator's point (a bound).
     denominator_point: Point | None = None
+    #: Of which times a ratio is; see `harness.sweep.RatioPoint`.
+    time_kind: str = "device"
 
     @property
     def implementations(self) -> tuple[str, ...]:
@@ -62,7 +64,8 @@ class Work:
         bound = f" {self.bound}" if self.bound else ""
         other = self.denominator_routing
         methods = f" ({self.point.routing.method} / {other.method})" if other else ""
-        return f"{text}{variant}{bound}{methods} {self.point.shape}"
+        busy = " by busy times" if self.time_kind == "busy" else ""
+        return f"{text}{variant}{bound}{methods}{busy} {self.point.shape}"
 
     @property
     def denominator_routing(self) -> RoutingSpec | None:
@@ -229,7 +232,7 @@ class Runner:
                 "denominator": work.implementations[1],
                 "numerator_label": labels[0],
                 "denominator_label": labels[1],
-                "time_kind": "device",
+                "time_kind": work.time_kind,
             }
             if work.bound:
                 base["denominator_variant"] = work.bound
@@ -251,6 +254,7 @@ class Runner:
                 denominator=work.denominator,
                 bound=work.bound,
                 denominator_routing=work.denominator_routing and work.denominator_routing.as_dict(),
+                time_kind=work.time_kind,
                 settings=asdict(self.settings),
             )
             bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}
@@ -382,6 +386,7 @@ class Runner:
             "allow_graph": allow_graph,
             "numerator": work.implementations[0],
             "denominator": work.denominator,
+            "time_kind": work.time_kind,
         }
         left = list(job.bases)
         failed: dict[str, Any] | None = None

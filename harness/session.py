@@ -43,7 +43,14 @@ def works_of(sweep: Sweep) -> list[Work]:
     """Points, then ratios, then fake-tensor traces, then accounts of routings; of the passes those that there are."""
     works = [Work("point", point, _passes(point, sweep.options.passes)) for point in sweep.points]
     works += [
-        Work("ratio", ratio.point, _passes(ratio.point, ratio.passes), ratio.denominator, ratio.denominator_point)
+        Work(
+            "ratio",
+            ratio.point,
+            _passes(ratio.point, ratio.passes),
+            ratio.denominator,
+            ratio.denominator_point,
+            ratio.time_kind,
+        )
         for ratio in sweep.ratios
     ]
     works = [work for work in works if work.passes]

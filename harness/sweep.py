@@ -166,13 +166,14 @@ class RatioPoint:
 
     ``bound`` names the variant of `dense_bound` that the denominator computes at the same shape, in place of the same
     operation; empty where both compute the same. ``method`` is the denominator's routing method; empty where both are
-    routed alike."""
+    routed alike. ``time_kind``: ``busy`` asks for busy times where graphs could be captured too; only the gate does."""
 
     point: Point
     denominator: str
     passes: tuple[str, ...] = PASSES
     bound: str = ""
     method: str = ""
+    time_kind: str = "device"
 
     @property
     def numerator(self) -> str:

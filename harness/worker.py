@@ -117,7 +117,7 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
         elif job["kind"] == "ratio":
             pair = plugins.get(job["numerator"]), plugins.get(job["denominator"])
             points = point, point_from_dict(job["denominator_point"])
-            rows = measure_ratio(points, passes, *pair, bases, context, job["allow_graph"])
+            rows = measure_ratio(points, passes, *pair, bases, context, job["allow_graph"], job["time_kind"])
         else:
             implementation = plugins.get(point.implementation)
             rows = measure_point(point, passes, implementation, bases, context, job["allow_graph"])

@@ -48,16 +48,22 @@ class FakeGpu:
     """A GPU that answers a sweep at once. Keys are (shape, pass); shapes as texts.
 
     Attributes:
-        slower: factor on a point's time; ``ratios``: on its ratio over the bound. Of a list, the first is for the first
+        slower: factor on a point's time; ``ratios``: on its ratio over the bound; ``busy``: on the kernels' busy time,
+            where rows have one; ``busy_ratios``: on the ratio of those. Of a list, the first is for the first
             measurement, and so on; the last one stays.
+        busy_width: half the width of the busy time's interval, relative; None: rows have no busy time.
         mode: how the sweep's points are timed, as its rows say it.
         failing, bad_ratios: status and reason in place of numbers (with them, where it is unstable).
+        basis: of points, and of ratios that are not asked for by busy times.
         missing: points for which no row is written.
         width: half the intervals' width, relative.
     """
 
     slower: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
     ratios: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
+    busy: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
+    busy_ratios: dict[tuple[str, str], float | list[float]] = field(default_factory=dict)
+    busy_width: float | None = None
     failing: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     bad_ratios: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     missing: set[tuple[str, str]] = field(default_factory=set)
@@ -100,8 +106,9 @@ class FakeGpu:
             return found.pop(0) if len(found) > 1 else found[0]
         return found
 
-    def numbers(self, centre: str, value: float) -> dict[str, Any]:
-        ends = [value * (1 - self.width), value * (1 + self.width)]
+    def numbers(self, centre: str, value: float, width: float | None = None) -> dict[str, Any]:
+        width = self.width if width is None else width
+        ends = [value * (1 - width), value * (1 + width)]
         return {centre: value, "ci95": ends, "samples": 12}
 
     def measure(self, path: Path, point: Point, pass_: str) -> None:
@@ -119,6 +126,9 @@ class FakeGpu:
         }
         if status in ("ok", "unstable"):
             row["device_ms"] = {**self.numbers("median", factor * (1 + point.shape.n / 1000)), "basis": self.basis}
+            if self.busy_width is not None:
+                busy = self.factor(self.busy, place) * 0.99 * (1 + point.shape.n / 1000)
+                row["busy_ms"] = self.numbers("median", busy, self.busy_width)
             row.pop("mode", None)
             row["latency_ms"] = {**self.numbers("median", 3.0), "mode": self.mode}
             row["kernels"] = kernels(pass_, factor) + self.extra_kernels
@@ -128,13 +138,15 @@ class FakeGpu:
         place = (str(ratio.point.shape), pass_)
         status, reason = ("ok", "") if ratio.is_a_a else self.bad_ratios.get(place, ("ok", ""))
         row = {**self.common(ratio.point, pass_), "record": "ratio", "status": status, "reason": reason}
-        row |= {"numerator": ratio.numerator, "denominator": ratio.denominator, "time_kind": "device"}
+        row |= {"numerator": ratio.numerator, "denominator": ratio.denominator, "time_kind": ratio.time_kind}
         del row["implementation"]
         if ratio.bound:
             row["denominator_variant"] = ratio.bound
         if status in ("ok", "unstable"):
-            value = self.itself if ratio.is_a_a else 1.2 * self.factor(self.ratios, place)
-            row |= {**self.numbers("value", value), "basis": self.basis}
+            busy = ratio.time_kind == "busy"
+            factors = self.busy_ratios if busy else self.ratios
+            value = self.itself if ratio.is_a_a else (1.2 if ratio.bound else 1.0) * self.factor(factors, place)
+            row |= {**self.numbers("value", value), "basis": "busy" if busy else self.basis}
         append(path, row)
 
 

@@ -582,6 +582,7 @@ def test_other_conditions_do_not_count(tmp_path: Path, seed: dict[str, Row]) -> 
     ratio_ = seed["ratio"]
     rows = [
         changed(ratio_, time_kind="host"),
+        changed(ratio_, time_kind="busy", basis="busy"),
         changed(ratio_, dtype="float16"),
         changed(ratio_, routing={"distribution": "skewed"}),
         changed(ratio_, layer={"router_convention": "softmax_topk"}),

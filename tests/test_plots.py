@@ -302,6 +302,7 @@ def test_ratios_are_turned_to_the_reference_and_their_mean_is_geometric() -> Non
         ratio("scattermoe", "sonicmoe_official", first, 2.0, ci95=[1.9, 2.1]),
         ratio("sonicmoe_official", "scattermoe", second, 0.125, ci95=[0.1, 0.2]),
         ratio("scattermoe", "sonicmoe_official", first, 9.0, time_kind="host"),
+        ratio("scattermoe", "sonicmoe_official", first, 9.0, time_kind="busy", basis="busy"),
         ratio("scattermoe", "sonicmoe_official", first, 9.0, **{"pass": "forward"}),
     ])  # fmt: skip
     found = headline.ratios(rows, "sonicmoe_official", "scattermoe")

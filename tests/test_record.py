@@ -68,6 +68,7 @@ def test_good_rows_pass() -> None:
             measured_on="fake", latency_ms=..., memory_bytes={"static": 1, "held": 2, "peak": None, "layer": 3}
         ),
         ratio(),
+        ratio(time_kind="busy", basis="busy", basis_reason="busy times were asked for"),
         ratio(status="not_installed", reason="b is missing", value=..., ci95=..., samples=...),
     ):
         assert validate(row) == []
@@ -157,6 +158,7 @@ def test_each_rule(change: dict[str, Any], message: str) -> None:
         ({"samples": ...}, "samples: missing"),
         ({"status": "crashed", "reason": "x"}, "value: status crashed"),
         ({"basis": "guess"}, "basis 'guess'"),
+        ({"time_kind": "busy"}, "basis 'graph': a ratio that was asked for by busy times is of them"),
         ({"variant": "up", "denominator_variant": "up"}, "only where it is another variant"),
     ],
 )

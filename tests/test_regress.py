@@ -24,11 +24,12 @@ from harness.session import run_sweep
 # The sweep, and how its rows are found again.
 
 
-def test_the_sweep_is_a_dozen_points_each_with_its_ratio_over_the_bound() -> None:
+def test_the_sweep_is_a_dozen_points_each_with_its_ratios_over_the_bound() -> None:
     asked = gate.asked_of(ci())
     assert len(asked) == 12 and len({one.key for one in asked}) == len({one.what for one in asked}) == 12
-    assert all(one.ratio is not None and one.ratio.bound == "gemm" for one in asked)
-    assert len({one.ratio_key for one in asked}) == 12
+    ratios = [over for one in asked for over in one.ratios.values()]
+    assert all(over.ratio.bound == "gemm" for over in ratios)
+    assert len({over.key for over in ratios}) == len(ratios) == 24
     assert sum(ratio.is_a_a for ratio in ci().ratios) == 1
 
 
@@ -39,7 +40,10 @@ def test_identities_are_those_of_committed_rows() -> None:
     burst = replace(ci(), options=replace(ci().options, mode="burst"))  # as those rows are timed
     assert sum(one.key in found for one in gate.asked_of(burst)) >= 8
     glue = replace(burst, ratios=[replace(ratio, bound="gemm_glue") for ratio in burst.ratios])
-    assert sum(one.ratio_key in found for one in gate.asked_of(glue)) >= 6
+    assert sum(one.ratios["device_ms"].key in found for one in gate.asked_of(glue)) >= 6
+    # Nobody takes a ratio of busy times for one of replays, nor the other way.
+    busy = {store.identity({**row, "time_kind": "busy"}, None) for row in rows if row["record"] == "ratio"}
+    assert sum(one.ratios["busy_ms"].key in busy for one in gate.asked_of(glue)) >= 6 and not busy & found
 
 
 # What counts.
@@ -145,6 +149,144 @@ def test_without_a_reference_the_point_is_measured_once_more(gated: Gate) -> Non
     assert gated.run(FakeGpu(slower={FORWARD: 1.1}))[0] == 1
     # Unstable twice: nothing is known of it.
     assert gated.run(FakeGpu(failing={FORWARD: ("unstable", "compiled while timing")}))[0] == 1
+
+
+# By which time.
+
+
+def with_busy(**factors: Any) -> FakeGpu:
+    return FakeGpu(busy_width=0.003, **factors)
+
+
+def judging_by_busy(**factors: Any) -> FakeGpu:
+    """For an update: the replays of one point wander."""
+    return with_busy(slower={FORWARD: [1.0, 1.05, 1.1]}, **factors)
+
+
+BY_BUSY_TIMES = "ratio over cublas_bound gemm, of busy times"
+
+
+def test_a_point_whose_replays_wander_is_judged_by_its_busy_time(gated: Gate) -> None:
+    """Its second look is of that time, too: a ratio of replays would say no more than the replays."""
+    assert gated.run(judging_by_busy(), update=True)[0] == 0
+    assert {point.what: point.by for point in baselines.read(gated.path).points if point.by != "device_ms"} == {
+        what(): "busy_ms"
+    }
+    assert gated.found(with_busy(slower={FORWARD: 1.3}))[1][what()]["outcome"] == "ok"
+    gpu = with_busy(busy={FORWARD: 1.055}, busy_ratios={FORWARD: 1.055})
+    code, points, _ = gated.found(gpu, threshold="median:3%")
+    point = points[what()]
+    assert code == 1 and point["outcome"] == "regression" and point["judged_by"] == "busy_ms"
+    assert point["change"] == pytest.approx(0.055) and point["baseline_ms"]["median"] == pytest.approx(0.99 * 1.256)
+    assert point["second_look"]["how"] == BY_BUSY_TIMES
+    again = gpu.asked[1]
+    assert not again.points and {ratio.time_kind for ratio in again.ratios} == {"busy"}
+    assert [(str(ratio.point.shape), ratio.passes) for ratio in again.ratios if ratio.bound] == [
+        (HEADLINE, ("forward",))
+    ]
+    assert any(ratio.is_a_a for ratio in again.ratios)
+    code, points, _ = gated.found(FakeGpu())
+    assert code == 1 and points[what()]["reason"] == "the row has no busy time"
+
+
+def test_a_clock_that_slows_the_bound_as_well_fails_no_point(gated: Gate) -> None:
+    """The points judged by busy times included, though these are slower each time that they are measured."""
+    assert gated.run(judging_by_busy(), update=True)[0] == 0
+    slow = {FORWARD: 1.055, (OLMOE, "forward"): 1.055}
+    gpu = with_busy(slower=slow, busy=slow)
+    code, points, _ = gated.found(gpu, threshold="median:3%")
+    assert code == 0 and sum(point["failing"] for point in points.values()) == 0
+    hows = {points[name]["outcome"]: points[name]["second_look"]["how"] for name in (what(), what(OLMOE))}
+    assert hows == {"drift": "ratio over cublas_bound gemm"}
+    assert points[what()]["second_look"]["how"] == BY_BUSY_TIMES
+    # Both kinds are one sweep, each with the method against itself.
+    (again,) = gpu.asked[1:]
+    assert not again.points
+    assert sorted((ratio.time_kind, ratio.bound) for ratio in again.ratios) == [
+        ("busy", ""), ("busy", "gemm"), ("device", ""), ("device", "gemm"),
+    ]  # fmt: skip
+    _, text = gated.run(gpu, threshold="median:3%")
+    assert "ms, by its kernels' busy time: +5.5%" in text
+    # Of the two ratios only that of the judged time counts.
+    one = with_busy(slower=slow, busy=slow, ratios={FORWARD: 1.055}, busy_ratios={(OLMOE, "forward"): 1.055})
+    assert gated.run(one, threshold="median:3%")[0] == 0
+
+
+def test_an_update_measures_ratios_of_busy_times_only_where_these_judge(gated: Gate) -> None:
+    gpu = judging_by_busy(busy_ratios={FORWARD: [1.0, 1.001, 1.002]})
+    assert gated.run(gpu, update=True)[0] == 0
+    first, second = gpu.asked
+    assert first.points == ci().points * 3 and all(ratio.is_a_a for ratio in first.ratios) and len(first.ratios) == 3
+    assert not second.points
+    asked = [
+        (str(ratio.point.shape), ratio.passes) for ratio in second.ratios if ratio.time_kind == "busy" and ratio.bound
+    ]
+    assert asked == [(HEADLINE, ("forward",))] * 3
+    assert sum(len(ratio.passes) for ratio in second.ratios if ratio.time_kind == "device") == 3 * 11
+    assert sum(ratio.is_a_a for ratio in second.ratios) == 3
+    read = {point.what: point.reference for point in baselines.read(gated.path).points}
+    assert {name: found.basis for name, found in read.items() if found and found.basis != "graph"} == {what(): "busy"}
+    found = read[what()]
+    assert found is not None and found.ratio.median == pytest.approx(1.2 * 1.001)
+
+
+@pytest.mark.parametrize("without", ["reference", "basis", "spread"])
+def test_without_a_good_ratio_of_busy_times_the_point_is_measured_by_itself(gated: Gate, without: str) -> None:
+    """None in the baseline; one of replays, as baselines had it; one that repeated worse than the busy time."""
+    ratios = {FORWARD: [1.0, 1.01, 1.02]} if without == "spread" else {}
+    assert gated.run(judging_by_busy(busy_ratios=ratios), update=True)[0] == 0
+
+    def change(data: dict[str, Any]) -> None:
+        point = next(point for point in data["points"] if point["what"] == what())
+        if without == "reference":
+            del point["reference"]
+        elif without == "basis":
+            point["reference"]["basis"] = "graph"
+
+    gated.change(change)
+    gpu = with_busy(busy={FORWARD: 1.055})
+    code, points, _ = gated.found(gpu, threshold="median:3%")
+    assert code == 1 and points[what()]["second_look"]["how"] == "measured again"
+    assert [str(one.shape) for one in gpu.asked[1].points] == [HEADLINE] and not gpu.asked[1].ratios
+    code, text = gated.run(with_busy(busy={FORWARD: [1.055, 1.0]}), threshold="median:3%")
+    assert code == 0 and "not confirmed, measured again: it stayed within the threshold" in text
+
+
+@pytest.mark.parametrize("status", ["crashed", "unstable"])
+def test_a_second_look_whose_ratio_of_busy_times_has_no_number_fails(gated: Gate, status: str) -> None:
+    assert gated.run(judging_by_busy(), update=True)[0] == 0
+    gpu = with_busy(busy={FORWARD: 1.055}, bad_ratios={FORWARD: (status, "compiled while timing")})
+    code, points, _ = gated.found(gpu, threshold="median:3%")
+    assert code == 1 and points[what()]["outcome"] == "failed"
+    assert (
+        points[what()]["reason"]
+        == f"second look (ratio over cublas_bound gemm, of busy times): {status}: compiled while timing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wandering", "by", "how"),
+    [
+        ("busy", "device_ms", "ratio over cublas_bound gemm"),
+        ("ratios", "device_ms", "measured again"),
+        ("slower", "busy_ms", BY_BUSY_TIMES),
+    ],
+)
+def test_each_look_is_at_what_repeated_best(gated: Gate, wandering: str, by: str, how: str) -> None:
+    gpu = FakeGpu(busy_width=0.003, width=0.002, **{wandering: {FORWARD: [1.0, 1.01, 1.02]}})
+    if wandering != "ratios":  # else as wide as the time's
+        gpu.ratios = {**gpu.ratios, FORWARD: [1.0, 1.0, 1.0]}
+        gpu.slower = {FORWARD: [1.0, 1.001, 1.0], **gpu.slower}
+    assert gated.run(gpu, update=True)[0] == 0
+    slow = {FORWARD: 1.1}
+    code, points, _ = gated.found(with_busy(slower=slow, busy=slow, ratios=slow, busy_ratios=slow))
+    point = points[what()]
+    assert code == 1 and (point["judged_by"], point["second_look"]["how"]) == (by, how)
+
+
+def test_a_baseline_measured_once_says_nothing_of_what_repeats(gated: Gate) -> None:
+    assert gated.run(with_busy(slower={FORWARD: [1.0, 1.05]}), update=True, repeat=2)[0] == 0
+    assert {(point.by, point.busy) for point in baselines.read(gated.path).points} == {("device_ms", None)}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -34,6 +34,20 @@ def test_a_baseline_names_its_environment_and_is_sorted(gated: Gate) -> None:
     assert not [path for path in gated.path.parent.iterdir() if path != gated.path]
 
 
+def test_a_baseline_measures_points_and_ratios_three_times(bare: Gate) -> None:
+    gpu = FakeGpu(slower={FORWARD: [1.0, 1.02, 1.01]}, ratios={FORWARD: [1.0, 1.02, 1.01]}, busy_width=0.02)
+    assert bare.run(gpu, update=True)[0] == 0
+    read = baselines.read(bare.path)
+    point = next(point for point in read.points if point.what == what())
+    for found, centre in ((point.time, 1.256), (point.reference and point.reference.ratio, 1.2)):
+        assert found is not None
+        expected = (1.01 * centre, 0.998 * centre, 1.02 * 1.002 * centre)
+        assert (found.median, found.low, found.high) == pytest.approx(expected)
+    assert point.busy is not None and point.busy.median == pytest.approx(0.99 * 1.256)
+    data = json.loads(bare.path.read_text())
+    assert read.as_dict() == data and all("busy_ms" in each for each in data["points"])
+
+
 def test_an_update_keeps_thresholds(gated: Gate) -> None:
     def own(data: dict[str, Any]) -> None:
         data["threshold"] = "median:4%"
@@ -133,6 +147,8 @@ def damage_point(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (damage_point("device_ms.ci95", [9, 10]), "points[1].device_ms.ci95: must be ordered"),
         (damage_point("device_ms.ci95", [1]), "points[1].device_ms.ci95: must be [low, high]"),
         (damage_point("device_ms.basis", "host"), "points[1].device_ms.basis: must be one of graph, busy"),
+        (damage_point("busy_ms", 3), "points[1].busy_ms: missing or not an object"),
+        (damage_point("busy_ms", {"median": 1.0}), "points[1].busy_ms.ci95: must be [low, high]"),
         (damage_point("kernels", {"up": None}), "points[1].kernels: 'up' must be microseconds"),
         (damage_point("reference", {"basis": "graph"}), "points[1].reference.value"),
         (lambda data: data["points"].append(data["points"][0]), "points[13].key: stands there twice"),

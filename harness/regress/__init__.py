@@ -14,14 +14,15 @@ from rich.markup import escape
 from harness import store
 from harness.environment import environment, gpu_name
 from harness.errors import UserError
+from harness.interface import Point
 from harness.record import MEASURED_STATUSES, Row, gpu_slug
 from harness.registry import ROOT, Registry, load_registry
 from harness.regress import baseline as baselines
 from harness.regress import output as outputs
-from harness.regress.asked import Asked, asked_of, is_a_a
+from harness.regress.asked import Asked, OverBound, asked_of, is_a_a, itself, together
 from harness.regress.baseline import Baseline, BaselinePoint, Threshold, parse_threshold
 from harness.regress.judge import MISSING, NEW, REGRESSION, Finding, Now, combine, first_look, second_look
-from harness.regress.update import check_clean, new_baseline
+from harness.regress.update import check_clean, new_baseline, ratios_to_measure
 from harness.report.text import count, plain
 from harness.session import RESULTS, results_folder, run_sweep
 from harness.sweep import RatioPoint, Sweep, load_sweep
@@ -29,6 +30,8 @@ from harness.sweep import RatioPoint, Sweep, load_sweep
 SWEEP = "ci"
 BASELINES = RESULTS / "baselines"
 MOST_REPEAT = 1000
+#: How often a new baseline measures each point and ratio, where nothing else is asked for.
+BASELINE_REPEAT = baselines.LEAST_REPEATED
 #: What of the environment moves times without any change of ours; another value is a warning.
 _WARNED = ("gpu", "driver", "cuda", "torch", "triton")
 
@@ -37,7 +40,7 @@ def regress(
     out: Console,
     *,
     threshold: str = "",
-    repeat: int = 1,
+    repeat: int | None = None,
     update: bool = False,
     baseline: Path | None = None,
     output: Path | None = None,
@@ -49,7 +52,8 @@ def regress(
 
     Args:
         threshold: in place of every threshold of the baseline, of single points too; with ``update`` the new default.
-        repeat: how often each point is measured. All repetitions run one after another through the shapes in one worker
+        repeat: how often each point is measured, and with ``update`` each ratio; default: once, with ``update``
+            `BASELINE_REPEAT` times. All repetitions run one after another through the shapes in one worker
             process: kernels are compiled and tuned at the first and come from that process's cache afterwards, while
             inputs, weights and the correctness check, which cost seconds, are made anew each time. The median of the
             medians counts, within the union of their intervals.
@@ -66,6 +70,7 @@ def regress(
             that failed.
     """
     given = parse_threshold(threshold) if threshold else None
+    repeat = (BASELINE_REPEAT if update else 1) if repeat is None else repeat
     if not 1 <= repeat <= MOST_REPEAT:
         raise UserError(f"--repeat {repeat}: must be at least 1 and at most {MOST_REPEAT}")
     files = {"--json": json_file, "--junit": junit_file, "--markdown": markdown_file}
@@ -89,8 +94,7 @@ def regress(
     asked = asked_of(sweep)
     run = Run(out, registry, results_folder(output) / f"{SWEEP}.jsonl")
     if update:
-        rows = run.measure(replace(sweep, points=sweep.points * repeat))
-        made = new_baseline(asked, rows, known, given, gpu)
+        made = new_baseline(asked, _measured_for_baseline(run, sweep, asked, repeat), known, given, gpu)
         baselines.write(path, made)
         for warning in run.warnings:
             out.print(f"[yellow]warning[/] {escape(plain(warning))}", highlight=False, soft_wrap=True)
@@ -115,6 +119,12 @@ def regress(
         if file is not None:
             outputs.write(out, file, form(report))
     return report.exit_code
+
+
+def of_all_points(known: Baseline, threshold: Threshold | None) -> Baseline:
+    """The baseline with one threshold (None: its own default) for every point, those with their own too."""
+    points = tuple(replace(point, threshold=None) for point in known.points)
+    return replace(known, threshold=threshold or known.threshold, points=points)
 
 
 def _shown(path: Path) -> str:
@@ -152,6 +162,19 @@ class Run:
         return dict(found)
 
 
+def _measured_for_baseline(run: Run, sweep: Sweep, asked: Sequence[Asked], repeat: int) -> dict[str, list[Row]]:
+    """Points first, and the method against itself: by which time a point is judged, and so of which its ratio over the
+    bound must be, only follows from how they repeated. By identity, as `Run.measure`."""
+    against_itself = [ratio for ratio in sweep.ratios if ratio.is_a_a]
+    with store.hold(run.path):
+        rows = run.measure(replace(sweep, points=sweep.points * repeat, ratios=against_itself * repeat))
+        ratios = ratios_to_measure(asked, rows)
+        ratios += [ratio for ratio in itself(sweep, ratios) if ratio not in against_itself]
+        if ratios:
+            rows |= run.measure(replace(sweep, points=[], ratios=ratios * repeat))
+    return rows
+
+
 #: A point that looks slower, with what is needed to look again.
 Suspicion = tuple[Finding, BaselinePoint, Asked]
 
@@ -170,15 +193,18 @@ def judged(
     Args:
         rounds: of each gate the rows of its first look.
     """
-    looks = [_first_looks(asked, known, given, rows) for rows in rounds]
+    looks = [first_looks(asked, known, given, rows) for rows in rounds]
     suspicious = [found for _, found in looks]
     if any(suspicious):
         _look_again(run, sweep, suspicious)
     return [findings for findings, _ in looks]
 
 
-def _first_looks(
-    asked: Sequence[Asked], known: Baseline, given: Threshold | None, rows: Mapping[str, Sequence[Row]]
+def first_looks(
+    asked: Sequence[Asked],
+    known: Baseline,
+    given: Threshold | None,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> tuple[list[Finding], list[Suspicion]]:
     """All findings of one gate, and those of them that a second look must settle."""
     by_key = {one.key: one for one in asked}
@@ -208,38 +234,37 @@ def _first_looks(
 
 
 def _look_again(run: Run, sweep: Sweep, suspicious: Sequence[Sequence[Suspicion]]) -> None:
-    """Measure the suspicious points of each gate against the bound, call by call, so that most of what the clock does
-    cancels; points without a reference once more by themselves."""
+    """Measure the suspicious points of all gates in one sweep: beside the bound, call by call, where the baseline's
+    ratio settles them, the others by themselves."""
     number = sum(map(len, suspicious))
-    run.out.print(f"slower or unstable: {count(number, 'point')}; measuring again beside the bound", highlight=False)
-    again = replace(sweep, description="What looks slower, once more beside the bound", points=[], ratios=[])
-    beside: list[Suspicion] = []
+    run.out.print(f"slower or unstable: {count(number, 'point')}; measuring again", highlight=False)
+    beside: list[tuple[Suspicion, OverBound]] = []
     ratios: list[RatioPoint] = []
+    alone: list[tuple[Suspicion, int]] = []
+    points: list[Point] = []
     for of_gate in suspicious:
-        passes: dict[RatioPoint, list[str]] = defaultdict(list)
-        alone: list[Suspicion] = []
+        wanted: list[tuple[OverBound, str]] = []
+        # A point gives a row of each pass, whichever of them is suspicious: how many of the same one come before.
+        places: dict[Point, int] = {}
         for suspicion in of_gate:
             _, point, one = suspicion
-            if point.reference is not None and one.ratio is not None:
-                passes[one.ratio].append(one.pass_)
-                beside.append(suspicion)
+            over = one.settling(point)
+            if over is not None:
+                wanted.append((over, one.pass_))
+                beside.append((suspicion, over))
             else:
-                alone.append(suspicion)
-        ratios += [replace(ratio, passes=tuple(wanted)) for ratio, wanted in passes.items()]
-        if alone:
-            rows = run.measure(replace(again, points=list(dict.fromkeys(one.point for _, _, one in alone))))
-            for found, point, one in alone:
-                second_look(found, point, rows.get(one.key, ()), "")
-    if beside:
-        # The method against itself belongs to every run that rests on ratios.
-        rows = run.measure(replace(again, ratios=[*ratios, *(ratio for ratio in sweep.ratios if ratio.is_a_a)]))
-        # Each suspicion asked for one row of its ratio, gate by gate.
-        left = {key: iter(found) for key, found in rows.items()}
-        for found, point, one in beside:
-            assert one.ratio is not None
-            row = next(left.get(one.ratio_key, iter(())), None)
-            text = f"{one.ratio.denominator} {one.ratio.bound}"
-            second_look(found, point, [] if row is None else [row], text)
+                alone.append((suspicion, places.setdefault(one.point, points.count(one.point))))
+        ratios += together(wanted)
+        points += places
+    ratios += itself(sweep, ratios)
+    rows = run.measure(replace(sweep, description="What looks slower, once more", points=points, ratios=ratios))
+    for (found, point, one), place in alone:
+        second_look(found, point, rows.get(one.key, ())[place : place + 1], "")
+    # Each suspicion asked for one row of its ratio, gate by gate.
+    left = {key: iter(found) for key, found in rows.items()}
+    for (found, point, _), over in beside:
+        row = next(left.get(over.key, iter(())), None)
+        second_look(found, point, [] if row is None else [row], over.what)
 
 
 def _measured(rows: Mapping[str, Sequence[Row]]) -> Iterable[Row]:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from harness import store
 from harness.interface import Point
 from harness.record import Row, point_fields
+from harness.regress.baseline import BUSY, DEVICE, BaselinePoint
 from harness.session import works_of
 from harness.sweep import RatioPoint, Sweep
+
+#: What a ratio's row calls the times by which a point is judged.
+TIME_KIND = {DEVICE: "device", BUSY: "busy"}
+
+
+@dataclass(frozen=True)
+class OverBound:
+    """A point's ratio over the bound; ``key`` is the identity of its row."""
+
+    ratio: RatioPoint
+    key: str
+
+    @property
+    def what(self) -> str:
+        """What it is over, for people."""
+        of = ", of busy times" if self.ratio.time_kind == TIME_KIND[BUSY] else ""
+        return f"{self.ratio.denominator} {self.ratio.bound}{of}"
 
 
 @dataclass(frozen=True)
@@ -18,44 +37,63 @@ class Asked:
     """One point and pass of the sweep.
 
     Attributes:
-        key: the identity of its row; ``ratio_key`` of its ratio's.
+        key: the identity of its row.
         what: its name for people.
-        ratio: over the bound; None where the sweep has none for this point.
+        ratios: over the bound, by the time of which they are; empty where the sweep has none for this point.
     """
 
     point: Point
     pass_: str
     key: str
     what: str
-    ratio: RatioPoint | None = None
-    ratio_key: str = ""
+    ratios: Mapping[str, OverBound] = field(default_factory=dict)
+
+    def settling(self, point: BaselinePoint) -> OverBound | None:
+        """The ratio that settles a suspicion of this point of a baseline; None: it is measured again by itself."""
+        return None if point.settling is None else self.ratios.get(point.by)
 
 
 def asked_of(sweep: Sweep) -> list[Asked]:
-    """Every point and pass of the sweep, each with its ratio over a bound."""
+    """Every point and pass of the sweep, each with its ratios over a bound."""
     ratios = {ratio.point: ratio for ratio in sweep.ratios if ratio.bound}
     found = []
     for work in works_of(replace(sweep, ratios=[])):
         point = work.point
         for pass_ in work.passes:
             ratio = ratios.get(point)
-            if ratio is not None and pass_ not in ratio.passes:
-                ratio = None
             key = _key(sweep, {"record": "measurement", **point_fields(point)}, point, pass_)
-            ratio_key = ""
-            if ratio is not None:
-                asked = {
-                    **point_fields(point),
-                    "record": "ratio",
-                    "implementation": None,
-                    "numerator": ratio.numerator,
-                    "denominator": ratio.denominator,
-                    "denominator_variant": ratio.bound,
-                    "time_kind": "device",
-                }
-                ratio_key = _key(sweep, asked, point, pass_)
-            found.append(Asked(point, pass_, key, _what(point, pass_), ratio, ratio_key))
+            over = {}
+            if ratio is not None and pass_ in ratio.passes:
+                over = {by: _over_bound(sweep, replace(ratio, time_kind=kind), pass_) for by, kind in TIME_KIND.items()}
+            found.append(Asked(point, pass_, key, _what(point, pass_), over))
     return found
+
+
+def together(wanted: Iterable[tuple[OverBound, str]]) -> list[RatioPoint]:
+    """Ratios to measure, each once with all passes that are wanted of it."""
+    passes: dict[RatioPoint, list[str]] = defaultdict(list)
+    for over, pass_ in wanted:
+        passes[over.ratio].append(pass_)
+    return [replace(ratio, passes=tuple(its)) for ratio, its in passes.items()]
+
+
+def itself(sweep: Sweep, ratios: Iterable[RatioPoint]) -> list[RatioPoint]:
+    """The method against itself, which belongs to every run that rests on ratios, by the times of those."""
+    kinds = dict.fromkeys(ratio.time_kind for ratio in ratios)
+    return [replace(ratio, time_kind=kind) for kind in kinds for ratio in sweep.ratios if ratio.is_a_a]
+
+
+def _over_bound(sweep: Sweep, ratio: RatioPoint, pass_: str) -> OverBound:
+    asked = {
+        **point_fields(ratio.point),
+        "record": "ratio",
+        "implementation": None,
+        "numerator": ratio.numerator,
+        "denominator": ratio.denominator,
+        "denominator_variant": ratio.bound,
+        "time_kind": ratio.time_kind,
+    }
+    return OverBound(ratio, _key(sweep, asked, ratio.point, pass_))
 
 
 def _key(sweep: Sweep, fields: Mapping[str, Any], point: Point, pass_: str) -> str:

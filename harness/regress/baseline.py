@@ -19,6 +19,12 @@ SCHEMA = 1
 ENVIRONMENT = ("gpu", "driver", "cuda", "torch", "triton", "python", "platform", "host", "commit")
 _THRESHOLD = re.compile(r"median:([0-9]{1,4}(?:\.[0-9]{1,4})?)%")
 _MOST_PERCENT = 1000.0
+#: The times of a row that a point can be judged by.
+DEVICE, BUSY = "device_ms", "busy_ms"
+#: What a row gives as the basis of a ratio of busy times.
+BUSY_BASIS = "busy"
+#: With fewer measurements of a point nothing is known of how well its times repeat.
+LEAST_REPEATED = 3
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,11 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def width(self) -> float:
+        """Relative: 0.02 where its ends lie 2 % of the median apart."""
+        return (self.high - self.low) / self.median
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -79,7 +90,10 @@ class BaselinePoint:
         time: the GPU's own time in ms; ``basis`` as in rows.
         kernels: microseconds of one call by role, or by name where a kernel has no role.
         threshold: its own, in place of the baseline's.
-        reference: its ratio over the bound.
+        reference: its ratio over the bound, of the times by which it is judged (an older baseline's: of replays).
+        busy: its kernels' busy time in ms; None where the baseline was not repeated `LEAST_REPEATED` times.
+
+    Intervals hold those of all repetitions, so that their widths say how well each number repeated.
     """
 
     what: str
@@ -90,6 +104,34 @@ class BaselinePoint:
     kernels: dict[str, float] = field(default_factory=dict)
     threshold: Threshold | None = None
     reference: Reference | None = None
+    busy: Interval | None = None
+
+    @property
+    def by(self) -> str:
+        """The time by which it is judged: of `DEVICE` and `BUSY` the one that repeated better.
+
+        Replays of a short layer follow each other until the power cap takes a part of the clock, sooner in one run and
+        later in another; the few calls under the profiler end before. A long layer's calls there are too few for a
+        clock that the cap moves from call to call, while its replays average over it."""
+        return BUSY if self.busy is not None and self.busy.width < self.time.width else DEVICE
+
+    @property
+    def judged(self) -> Interval:
+        """The time by which it is judged, in ms."""
+        return self.busy if self.busy is not None and self.by == BUSY else self.time
+
+    @property
+    def settling(self) -> Reference | None:
+        """The ratio over the bound where it settles a suspicion; None where the point is measured again by itself.
+
+        A ratio of replays says nothing where replays were found to repeat worse than the busy time. And over GEMMs
+        alone a ratio depends on the clock at which it was taken: it says less than the time where it repeated worse
+        than that."""
+        if self.reference is None or self.busy is None:
+            return self.reference
+        basis = BUSY_BASIS if self.by == BUSY else self.basis
+        repeated = self.reference.ratio.width <= self.judged.width
+        return self.reference if self.reference.basis == basis and repeated else None
 
 
 @dataclass(frozen=True)
@@ -117,7 +159,9 @@ class Baseline:
 def _point_as_dict(point: BaselinePoint) -> dict[str, Any]:
     found: dict[str, Any] = {"what": point.what, **point.fields}
     time = {"basis": point.basis, "median": point.time.median, "ci95": [point.time.low, point.time.high]}
-    found["device_ms"] = time
+    found[DEVICE] = time
+    if point.busy is not None:
+        found[BUSY] = {"median": point.busy.median, "ci95": [point.busy.low, point.busy.high]}
     if point.threshold is not None:
         found["threshold"] = str(point.threshold)
     found["kernels"] = dict(sorted(point.kernels.items(), key=lambda item: (-item[1], item[0])))
@@ -181,8 +225,11 @@ class _Reader:
     def point(self, data: Any, where: str) -> BaselinePoint:
         if not isinstance(data, dict):
             self.fail(where, "must be an object")
-        known = ("what", "key", "device_ms", "kernels", "threshold", "reference")
-        time = self.table(data, "device_ms", where)
+        known = ("what", "key", DEVICE, BUSY, "kernels", "threshold", "reference")
+        time = self.table(data, DEVICE, where)
+        busy = None
+        if data.get(BUSY) is not None:
+            busy = self.interval(self.table(data, BUSY, where), "median", f"{where}.{BUSY}")
         kernels = self.table(data, "kernels", where) if "kernels" in data else {}
         for name, us in kernels.items():
             if not _is_number(us) or us < 0:
@@ -196,11 +243,12 @@ class _Reader:
             self.text(data, "what", where),
             self.text(data, "key", where),
             {key: value for key, value in data.items() if key not in known},
-            self.basis(time, f"{where}.device_ms"),
-            self.interval(time, "median", f"{where}.device_ms"),
+            self.basis(time, f"{where}.{DEVICE}"),
+            self.interval(time, "median", f"{where}.{DEVICE}"),
             {name: float(us) for name, us in kernels.items()},
             self.threshold(data["threshold"], f"{where}.threshold") if data.get("threshold") is not None else None,
             reference,
+            busy,
         )
 
     def text(self, data: Mapping[str, Any], key: str, where: str) -> str:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from harness.record import MEASURED_STATUSES
-from harness.regress.baseline import BaselinePoint, Interval, Reference, Threshold
+from harness.regress.baseline import DEVICE, BaselinePoint, Interval, Threshold
 
 #: Outcomes of a point. The first four let the gate fail.
 REGRESSION, FAILED, MISSING, INCOMPARABLE = "regression", "failed", "missing", "cannot compare"
@@ -25,7 +25,7 @@ class Now:
     """What this run measured of a point, all repetitions taken together (`combine`).
 
     Attributes:
-        time: ms.
+        time: ms, of the kind that was asked for; ``basis`` is that of the device time.
         kernels: microseconds of one call by role, or by name where a kernel has no role.
         names: the kernels of each role, the longest first.
         unstable: why the number is not to be trusted by itself; empty where it is.
@@ -58,7 +58,7 @@ class SecondLook:
 
 @dataclass
 class Finding:
-    """What came of one point and pass."""
+    """What came of one point and pass; ``by`` is the time that ``before`` and ``now`` are of, as a row names it."""
 
     what: str
     key: str
@@ -69,6 +69,7 @@ class Finding:
     now: Interval | None = None
     second: SecondLook | None = None
     kernels: list[Grown] = field(default_factory=list)
+    by: str = DEVICE
 
     @property
     def failing(self) -> bool:
@@ -108,8 +109,11 @@ def kernels_of(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, list
     return {key: round(value, 3) for key, value in us.items()}, dict(names)
 
 
-def combine(rows: Sequence[Mapping[str, Any]]) -> Now | tuple[str, str]:
+def combine(rows: Sequence[Mapping[str, Any]], by: str = DEVICE) -> Now | tuple[str, str]:
     """All rows of one point in this run as one: the median of the medians within the union of their intervals.
+
+    Args:
+        by: which of a row's times.
 
     The union is as wide as the repetitions lie apart, so that what happens to one of them alone cannot fail the gate.
 
@@ -121,11 +125,10 @@ def combine(rows: Sequence[Mapping[str, Any]]) -> Now | tuple[str, str]:
     bad = next((row for row in rows if row["status"] not in MEASURED_STATUSES), None)
     if bad is not None:
         return FAILED, f"{bad['status']}: {bad.get('reason') or 'no reason given'}"
-    times = [row.get("device_ms") for row in rows]
-    if not all(times):
-        return FAILED, "the row has no device time"
-    found: list[Mapping[str, Any]] = [time for time in times if time]
-    bases = sorted({time["basis"] for time in found})
+    for name, kind in ((DEVICE, "device"), (by, "busy")):
+        if not all(row.get(name) for row in rows):
+            return FAILED, f"the row has no {kind} time"
+    bases = sorted({row[DEVICE]["basis"] for row in rows})
     if len(bases) > 1:
         return INCOMPARABLE, f"its repetitions give times of several kinds: {', '.join(bases)}"
     kernels: dict[str, list[float]] = defaultdict(list)
@@ -137,7 +140,7 @@ def combine(rows: Sequence[Mapping[str, Any]]) -> Now | tuple[str, str]:
         names = {**its_names, **names}
     unstable = next((str(row.get("reason") or "unstable") for row in rows if row["status"] == "unstable"), "")
     return Now(
-        union([Interval(time["median"], *time["ci95"]) for time in found]),
+        union([Interval(row[by]["median"], *row[by]["ci95"]) for row in rows]),
         bases[0],
         {name: median(values) for name, values in kernels.items()},
         names,
@@ -177,8 +180,8 @@ def _kernel_name(key: str, names: Sequence[str]) -> str:
 def first_look(before: BaselinePoint, rows: Sequence[Mapping[str, Any]], threshold: Threshold) -> Finding:
     """What this run's rows say of a baseline's point. `REGRESSION` is a suspicion that `second_look` settles; so is an
     unstable row, whose number alone says nothing either way."""
-    found = Finding(before.what, before.key, SAME, threshold=threshold, before=before.time)
-    now = combine(rows)
+    found = Finding(before.what, before.key, SAME, threshold=threshold, before=before.judged, by=before.by)
+    now = combine(rows, before.by)
     if not isinstance(now, Now):
         found.outcome, found.reason = now
         return found
@@ -187,7 +190,7 @@ def first_look(before: BaselinePoint, rows: Sequence[Mapping[str, Any]], thresho
         found.outcome = INCOMPARABLE
         found.reason = f"the baseline's time is of kind {before.basis}, this run's of kind {now.basis}"
         return found
-    found.outcome = compared(now.time, before.time, threshold)
+    found.outcome = compared(now.time, before.judged, threshold)
     if now.unstable:
         found.outcome, found.reason = REGRESSION, f"unstable: {now.unstable}"
     if found.outcome in (REGRESSION, OVERLAP):
@@ -203,11 +206,11 @@ def second_look(found: Finding, before: BaselinePoint, rows: Sequence[Mapping[st
         ratio: what the ratio is over.
     """
     if ratio and before.reference is not None:
-        now = _ratio_of(rows, before.reference)
+        now = ratio_of(rows, before.reference.basis)
         how, base = f"ratio over {ratio}", before.reference.ratio
     else:
-        again = combine(rows)
-        how, base = "measured again", before.time
+        again = combine(rows, before.by)
+        how, base = "measured again", before.judged
         if isinstance(again, Now) and again.unstable:
             again = (FAILED, f"unstable: {again.unstable}")
         if isinstance(again, Now) and again.basis != before.basis:
@@ -227,13 +230,14 @@ def second_look(found: Finding, before: BaselinePoint, rows: Sequence[Mapping[st
     found.reason = "; ".join(part for part in (found.reason, f"not confirmed, {how}: {why}") if part)
 
 
-def _ratio_of(rows: Sequence[Mapping[str, Any]], reference: Reference) -> Interval | tuple[str, str]:
+def ratio_of(rows: Sequence[Mapping[str, Any]], basis: str = "") -> Interval | tuple[str, str]:
+    """All rows of one ratio in this run as one, as `combine` does; ``basis``: of which kind its times must be."""
     if not rows:
         return MISSING, "no row of this ratio in this run"
     bad = next((row for row in rows if row["status"] != "ok"), None)
     if bad is not None:
         return FAILED, f"{bad['status']}: {bad.get('reason') or 'no reason given'}"
-    kinds = sorted({str(row.get("basis")) for row in rows} | {reference.basis})
+    kinds = sorted({str(row.get("basis")) for row in rows} | ({basis} if basis else set()))
     if len(kinds) > 1:
-        return INCOMPARABLE, f"its times and the baseline's are of several kinds: {', '.join(kinds)}"
+        return INCOMPARABLE, f"its times are of several kinds: {', '.join(kinds)}"
     return union([Interval(row["value"], *row["ci95"]) for row in rows])

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness.errors import UserError
-from harness.regress.baseline import Baseline, Interval
+from harness.regress.baseline import BUSY, Baseline, Interval
 from harness.regress.judge import DRIFT, FASTER, NEW, OVERLAP, REGRESSION, SAME, Finding, change
 from harness.report.markdown import escape as markdown_escape
 from harness.report.text import NONE, count, one_line, plain, with_interval
@@ -117,13 +117,18 @@ def _kernels(found: Finding, most: int = 0) -> list[str]:
     return [*lines, f"and {more} more"] if more else lines
 
 
+def _by(found: Finding) -> list[str]:
+    """A line where the times are not the usual ones."""
+    return ["by its kernels' busy time"] if found.by == BUSY and found.before is not None else []
+
+
 _COLUMNS = ("point", "outcome", "change", "ms now", "ms baseline", "second look", "kernels that grew")
 
 
 def _cells(found: Finding, most: int) -> list[list[str]]:
     """The columns of `_COLUMNS`, each as lines."""
     reason = one_line(plain(found.reason), _MOST_REASON)
-    outcome = [found.outcome, *([reason] if reason else [])]
+    outcome = [found.outcome, *_by(found), *([reason] if reason else [])]
     return [
         [found.what], outcome, [_percent(_change(found))], [_interval(found.now)], [_interval(found.before)],
         [_second(found)], _kernels(found, most) or [NONE],
@@ -169,6 +174,7 @@ def as_dict(found: Finding) -> dict[str, Any]:
         "failing": found.failing,
         "reason": found.reason,
         "threshold": str(found.threshold) if found.threshold else None,
+        "judged_by": found.by,
         "change": _change(found),
         "now_ms": interval(found.now),
         "baseline_ms": interval(found.before),
@@ -248,7 +254,8 @@ def _told(found: Finding) -> str:
         lines.append(found.reason)
     if found.now is not None and found.before is not None:
         changed = _percent(_change(found))
-        lines.append(f"{_interval(found.now)} ms after {_interval(found.before)} ms: {changed} ({found.threshold})")
+        times = f"{_interval(found.now)} ms after {_interval(found.before)} ms"
+        lines.append("".join([times, *(f", {by}" for by in _by(found)), f": {changed} ({found.threshold})"]))
     if found.second is not None:
         lines.append(_second(found))
     lines += [f"kernel {line}" if found.kernels else line for line in _kernels(found)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from harness.errors import UserError
 from harness.record import Row, point_fields
-from harness.regress.asked import Asked, is_a_a
+from harness.regress.asked import Asked, is_a_a, together
 from harness.regress.baseline import (
+    BUSY,
     DEFAULT_THRESHOLD,
+    LEAST_REPEATED,
     Baseline,
     BaselinePoint,
     Interval,
@@ -17,7 +20,21 @@ from harness.regress.baseline import (
     Threshold,
     environment_of,
 )
-from harness.regress.judge import MISSING, Now, combine
+from harness.regress.judge import Now, combine, ratio_of
+from harness.sweep import RatioPoint
+
+
+def ratios_to_measure(asked: Sequence[Asked], rows: Mapping[str, Sequence[Row]]) -> list[RatioPoint]:
+    """Of each point the ratio over the bound by the time that will judge it.
+
+    Args:
+        rows: of the points, as `new_baseline` takes them.
+
+    Raises:
+        UserError: a point that failed, is unstable or missing.
+    """
+    judged = ((one.ratios.get(_point(one, rows, None).by), one.pass_) for one in asked)
+    return together((over, pass_) for over, pass_ in judged if over is not None)
 
 
 def new_baseline(
@@ -30,7 +47,7 @@ def new_baseline(
     """The baseline of a run of the whole sweep; points of the old one keep their own thresholds.
 
     Args:
-        rows: by identity.
+        rows: by identity; of each point and ratio as many as the run repeated it.
         known: the old baseline.
         given: the default threshold, in place of the old one's.
         gpu: the GPU's name.
@@ -42,8 +59,17 @@ def new_baseline(
     default = given or (known.threshold if known else DEFAULT_THRESHOLD)
     own = {point.key: point.threshold for point in known.points} if known else {}
     _check_method(rows, default)
-    points = [_baseline_point(one, rows, own.get(one.key)) for one in asked]
-    used = [row for one in asked for key in (one.key, one.ratio_key) for row in rows.get(key, ())]
+    points = []
+    used: list[Row] = []
+    for one in asked:
+        point = _point(one, rows, own.get(one.key))
+        used += rows[one.key]
+        over = one.ratios.get(point.by)
+        if over is not None:
+            found = rows.get(over.key, ())
+            point = replace(point, reference=_reference(one, found))
+            used += found
+        points.append(point)
     for row in used:
         check_clean(row["environment"])
     commits = sorted({str(row["environment"]["commit"]) for row in used})
@@ -78,22 +104,15 @@ def _check_method(rows: Mapping[str, Sequence[Row]], threshold: Threshold) -> No
             raise UserError(f"no baseline written: {text}; is something else on the GPU?")
 
 
-def _baseline_point(one: Asked, rows: Mapping[str, Sequence[Row]], own: Threshold | None) -> BaselinePoint:
+def _point(one: Asked, rows: Mapping[str, Sequence[Row]], own: Threshold | None) -> BaselinePoint:
+    """All but its ratio over the bound."""
     now = combine(rows.get(one.key, ()))
     if not isinstance(now, Now):
         raise UserError(f"no baseline written: {one.what}: {': '.join(now)}")
     if now.unstable:
         raise UserError(f"no baseline written: {one.what}: unstable: {' '.join(now.unstable.split())}")
-    reference = None
-    if one.ratio is not None:
-        found = rows.get(one.ratio_key, ())
-        bad = next((row for row in found if row["status"] != "ok"), None)
-        if not found or bad is not None:
-            reason = f"{bad['status']}: {bad.get('reason') or ''}" if bad is not None else f"{MISSING}: no row"
-            raise UserError(f"no baseline written: ratio over the bound of {one.what}: {' '.join(reason.split())}")
-        newest = found[-1]
-        ratio = Interval(newest["value"], *newest["ci95"])
-        reference = Reference(ratio, newest["basis"])
+    # Of a single measurement nobody knows which of its times repeats.
+    again = combine(rows[one.key], BUSY) if len(rows[one.key]) >= LEAST_REPEATED else None
     fields = {**point_fields(one.point), "shape": str(one.point.shape), "pass": one.pass_}
     shown = ("implementation", "operation", "variant", "shape", "dtype", "pass")
     return BaselinePoint(
@@ -104,5 +123,13 @@ def _baseline_point(one: Asked, rows: Mapping[str, Sequence[Row]], own: Threshol
         now.time,
         {name: round(us, 3) for name, us in now.kernels.items()},
         own,
-        reference,
+        busy=again.time if isinstance(again, Now) else None,
     )
+
+
+def _reference(one: Asked, rows: Sequence[Row]) -> Reference:
+    ratio = ratio_of(rows)
+    if not isinstance(ratio, Interval):
+        reason = " ".join(": ".join(ratio).split())
+        raise UserError(f"no baseline written: ratio over the bound of {one.what}: {reason}")
+    return Reference(ratio, rows[0]["basis"])

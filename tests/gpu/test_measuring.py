@@ -230,6 +230,18 @@ def test_sustained_mode_heats_before_each_kind_of_sample(monkeypatch: pytest.Mon
     assert [row["basis"] for row in rows] == ["busy"] * 3 and heated[3:] == [0.1]
 
 
+def test_a_layer_is_as_fast_as_itself_by_busy_times() -> None:
+    plugin, point = default_registry().get(NAME), common.point_of(NAME, HEADLINE)
+    context = context_of(min_samples=30)
+    rows = list(
+        measure_ratio((point, point), PASSES, plugin, plugin, bases("ratio"), context, time_kind="busy"),
+    )
+    assert [row["pass"] for row in rows] == list(PASSES)
+    for row in rows:
+        assert (row["status"], row["time_kind"], row["basis"], row["samples"]) == ("ok", "busy", "busy", 29), row
+        assert 0.97 <= row["value"] <= 1.03, (row["pass"], row["value"], row["ci95"])
+
+
 @pytest.mark.parametrize("allow_graph", [True, False])
 def test_paced_mode_rests_before_each_kind_of_sample(allow_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []

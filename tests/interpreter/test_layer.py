@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from harness.interface import DISTRIBUTIONS, LayerSpec, Point, Problem, RoutingSpec
 from harness.operations import get_operation
 from harness.problem import make_problem
+from harness.registry import load_registry
+from harness.regress import trial
 from harness.routing import expert_counts, router_scores
 from harness.shapes import MoEShape
 from implementations.sonicmoe_triton import SonicMoETriton, algorithm, checks, function, operators
@@ -673,3 +675,14 @@ def test_more_pairs_than_32_bits_number_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"T \* K = 1073741824: must be below 1073741824"):
         function.moe_layer(x, w1, w2, router, 2)
+
+
+def test_a_slowdown_that_is_planted_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(trial.PERMILLE, "500")
+    found = load_registry(extra_folders=[trial.PLANTED])
+    problem = problem_of(SMALL)
+    results = []
+    for name in (trial.SLOWED, "sonicmoe_triton"):
+        layer, x = found.get(name).build(problem), problem.x.detach().requires_grad_()
+        results.append(gradients(layer.forward(x), [x, *layer.parameters()], problem.grad_output))
+    assert all(torch.equal(slowed, ours) for slowed, ours in zip(*results, strict=True))
