@@ -253,6 +253,13 @@ def _one_thread() -> None:
 
 
 @pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not started by torchrun, whatever the tests themselves were started by."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """The regression gate with a fake GPU and without a baseline."""
     from fake_gate import Gate

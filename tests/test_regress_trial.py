@@ -192,6 +192,17 @@ def test_a_slowdown_that_the_gate_does_not_see_is_not_caught(gated: Gate) -> Non
     assert (len(its["gates"]), its["caught"]) == (2, 0)
 
 
+def look_again(gated: Gate, noisy: FakeGpu) -> None:
+    """Three gates of one shape, of which the first looks again at the backward, the second at both passes, the third at
+    none; each gets its own second looks."""
+    gated.gpu = noisy
+    run = gate.Run(Console(file=io.StringIO()), registry(), gated.folder / "rows" / "ci.jsonl")
+    known = trial.Trial(run, ci(), gate.asked_of(ci()), baselines.read(gated.path)).only(HEADLINE)
+    found = [{one.what: one.outcome for one in each} for each in known.gates(3)]
+    assert [each[what(HEADLINE, "backward")] for each in found] == ["regression", "drift", "ok"]
+    assert [each[what()] for each in found] == ["ok", "regression", "ok"]
+
+
 def test_second_looks_without_a_ratio_are_one_sweep_too(gated: Gate) -> None:
     """Rows of both passes come of each point: whichever of them a gate asked for, it gets its own."""
     backward = (HEADLINE, "backward")
@@ -203,13 +214,7 @@ def test_second_looks_without_a_ratio_are_one_sweep_too(gated: Gate) -> None:
         busy_width=0.003,
         busy={FORWARD: [1.0, 1.1, 1.0, 1.0, 1.1, 1.1], backward: [1.1, 1.1, 1.0, 1.1, 1.0, 1.1]},
     )
-    # Of three gates the first looks again at the backward, the second at both, the third at none.
-    gated.gpu = noisy
-    run = gate.Run(Console(file=io.StringIO()), registry(), gated.folder / "rows" / "ci.jsonl")
-    known = trial.Trial(run, ci(), gate.asked_of(ci()), baselines.read(gated.path)).only(HEADLINE)
-    found = [{one.what: one.outcome for one in each} for each in known.gates(3)]
-    assert [each[what(*backward)] for each in found] == ["regression", "drift", "ok"]
-    assert [each[what()] for each in found] == ["ok", "regression", "ok"]
+    look_again(gated, noisy)
     assert [len(sweep.points) for sweep in noisy.asked] == [3, 2]
 
 
@@ -222,13 +227,7 @@ def test_second_looks_by_busy_times_are_one_sweep_too_and_each_gate_has_its_own(
         busy={FORWARD: [1.0, 1.1, 1.0], backward: [1.1, 1.1, 1.0]},
         busy_ratios={FORWARD: [1.1], backward: [1.1, 1.0]},
     )
-    # Of three gates the first looks again at the backward, the second at both, the third at none.
-    gated.gpu = noisy
-    run = gate.Run(Console(file=io.StringIO()), registry(), gated.folder / "rows" / "ci.jsonl")
-    known = trial.Trial(run, ci(), gate.asked_of(ci()), baselines.read(gated.path)).only(HEADLINE)
-    found = [{one.what: one.outcome for one in each} for each in known.gates(3)]
-    assert [each[what(*backward)] for each in found] == ["regression", "drift", "ok"]
-    assert [each[what()] for each in found] == ["ok", "regression", "ok"]
+    look_again(gated, noisy)
     first, second = noisy.asked
     assert len(first.points) == 3 and not first.ratios and not second.points
     assert [(ratio.time_kind, ratio.passes) for ratio in second.ratios if ratio.bound] == [

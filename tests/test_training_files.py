@@ -24,14 +24,9 @@ from harness.training.config import load_config
 from harness.training.model import Transformer
 
 CommandLine = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("one_process")
 #: A run with a checkpoint after every step.
 FEW: dict[str, Any] = {"steps": 6, "checkpoint_every": 1}
-
-
-@pytest.fixture(autouse=True)
-def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="module")

@@ -36,12 +36,7 @@ from harness.training.config import load_config
 from harness.training.model import Transformer
 
 CommandLine = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.fixture(scope="module")
