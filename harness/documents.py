@@ -123,6 +123,9 @@ def save(path: Path, text: str) -> None:
 def put(path: Path, text: str) -> None:
     """`save`, for who has more to say about an `OSError`."""
     beside = path.with_name(f".{path.name}.new")
+    # A device or a pipe would be taken away.
+    if path.exists() and not path.is_file():
+        raise OSError("not a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)

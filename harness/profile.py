@@ -53,6 +53,8 @@ def profile(
     """
     if not time_limit_s > 0:
         raise UserError(f"--time-limit {time_limit_s:g}: must be more than 0 seconds")
+    if ncu and timeline is not None:
+        raise UserError("--ncu and --chrome-trace: leave one of both out; --ncu runs nothing")
     registry = load_registry()
     point, pass_ = asked_point(registry, name, **options)
     title = " ".join(part for part in (name, point.operation, point.variant) if part)
@@ -201,8 +203,9 @@ def _beside(path: Path | None) -> Iterator[Path | None]:
     if path is None:
         yield None
         return
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; name a file")
+    # A device or a pipe would be taken away.
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: cannot be written: not a file")
     # The end of its name says whether it is compressed.
     file = path.with_name(f".new.{path.name}")
     try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from test_sweep import REGISTRY
 from harness import accounts, session, traces
 from harness.claims import engine
 from harness.claims.paper import CLAIMS, load_entries
-from harness.documents import WHOLE, load_json, load_toml
+from harness.documents import WHOLE, load_json, load_toml, save
 from harness.errors import UserError
 from harness.estimate import job_seconds
 from harness.interface import Point, RoutingSpec
@@ -289,6 +290,14 @@ def test_any_bytes_are_a_document_or_refused(folder: Path, content: bytes) -> No
     path.write_bytes(content)
     for load in (load_toml, load_json):
         one_line_or_value(lambda load=load: load(path), "document")
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="pipe: cannot be written: not a file"):
+        save(pipe, "text")
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import runpy
 import shlex
 import sys
@@ -126,13 +127,21 @@ def test_a_refusal_is_a_line(command_line: Run, name: str, line: str) -> None:
         (("torch_loop", "--routing", "neares"), "did you mean nearest?"),
         (("torch_loop", "--distribution", "zebra"), "--distribution zebra"),
         (("torch_loop", "--time-limit", "0"), "--time-limit 0: must be more than 0"),
-        (("torch_loop", "--chrome-trace", "."), ".: is a folder"),
+        (("torch_loop", "--chrome-trace", "."), ".: cannot be written: not a file"),
+        (("torch_loop", "--chrome-trace", "there", "--ncu"), "--ncu and --chrome-trace: leave one of both out"),
         (("torch_loop", "--chrome-trace", "/none/there"), "/none/there: cannot be written: No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_bad_input_gets_one_line(command_line: Run, arguments: tuple[str, ...], part: str) -> None:
     assert_refused(command_line("profile", *arguments), part)
+
+
+def test_a_pipe_is_not_replaced_by_a_file(command_line: Run, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert_refused(command_line("profile", "torch_loop", *SIZES, "--chrome-trace", pipe), f"{pipe}: cannot be written")
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
 
 # For a profiler that starts the process itself.
