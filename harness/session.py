@@ -266,7 +266,7 @@ def run_sweep(
     if summary.late:
         out.print(
             f"[yellow]left out[/] {summary.late} of {len(runner.jobs)} jobs, which would not have ended in time: "
-            "continue with --resume",
+            + ("run it again to continue" if resume else "continue with --resume"),
             highlight=False,
             soft_wrap=True,
         )

@@ -161,8 +161,25 @@ def test_the_command_says_what_it_left_out_and_resume_goes_on(
     assert code == 0, err
     assert "left out 1 of 5 jobs, which would not have ended in time: continue with --resume" in out
     assert "4 rows in" in out
+    _, out, _ = command_line("run", counted, *rows, "--resume", "--within", "5m")
+    assert "left out 1 of 1 jobs, which would not have ended in time: run it again to continue" in out
     code, out, _ = command_line("run", counted, *rows, "--resume")
     assert code == 0 and "3 rows in" in out and "4 were there already" in out and "left out" not in out
+
+
+def test_conformance_says_how_to_go_on(
+    command_line: CommandLine, stub: type[StubWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stub, "does", staticmethod(lambda job: {}))
+    left = [1.0, 0.0]
+    monkeypatch.setattr(Deadline, "left_s", lambda self: left.pop(0))
+    cases = ("--case", MET[0].name, "--case", MET[1].name)
+    command = ("conformance", "torch_loop", "--device", "cpu", *cases, "--output", tmp_path)
+    code, out, _ = command_line(*command, "--within", "1s")
+    rows = tmp_path / "conformance.jsonl"
+    assert code == 0 and f"left out 1 case, since the time was over: continue with --missing-in {rows}\n" in out
+    code, out, _ = command_line(*command, "--missing-in", rows)
+    assert code == 0 and "1 of 1 case ok" in out and "1 case there already." in out
 
 
 def test_a_cluster_takes_every_job_at_once(command_line: CommandLine) -> None:

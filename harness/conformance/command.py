@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,10 @@ def conformance(
     if suite.skipped:
         out.print(f"{count(suite.skipped, 'case')} there already.", highlight=False)
     if suite.late:
-        out.print(f"[yellow]left out[/] {count(suite.late, 'case')}, since the time was over.", highlight=False)
+        # The option takes one place: with another one given already, this one alone would not do.
+        again = f": continue with {shlex.join(['--missing-in', str(path)])}" if rows and missing_in is None else "."
+        said = f"{count(suite.late, 'case')}, since the time was over{again}"
+        out.print(f"[yellow]left out[/] {escape(said)}", highlight=False, soft_wrap=True)
     return len(failed_of_ours(rows))
 
 
