@@ -6,7 +6,8 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,25 @@ def save(path: Path, text: str) -> None:
 
 def put(path: Path, text: str) -> None:
     """`save`, for who has more to say about an `OSError`."""
-    beside = path.with_name(f".{path.name}.new")
-    # A device or a pipe would be taken away.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with beside(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A place beside a file. What lies there takes the file's place once the block has ended well, and goes otherwise.
+
+    Raises:
+        OSError: a device, a pipe or a folder is in the file's place, which would be taken away.
+    """
     if path.exists() and not path.is_file():
         raise OSError("not a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    # The end of its name may say what it holds.
+    fresh = path.with_name(f".new.{path.name}")
+    try:
+        yield fresh
+        if fresh.exists():
+            fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

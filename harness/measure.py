@@ -350,7 +350,7 @@ def measure_point(
         gb_per_s: dict[str, float] = {"host": bytes_ / latency["median"] / 1e6}
         device_median = None
         if on_cuda:
-            busy_of_pass = _of_pass(busy, pass_)
+            busy_of_pass = times_of_pass(busy, pass_)
             row["busy_ms"] = _interval_only(busy_of_pass)
             context.samples[pass_] = busy_of_pass if device is None else device.of(pass_)
             if device is not None:
@@ -445,7 +445,7 @@ def _named(layer: Layer, output: Any, gradients: Sequence[torch.Tensor | None]) 
     return {"output": output, "gradient of x": gradients[0]}
 
 
-def _of_pass(samples: Sequence[Sample], pass_: str) -> list[float]:
+def times_of_pass(samples: Sequence[Sample], pass_: str) -> list[float]:
     if pass_ == "forward":
         return [f for f, _ in samples]
     if pass_ == "backward":
@@ -625,7 +625,7 @@ def measure_ratio(
             yield failure({**bases[pass_], **common}, "wrong_result", "; ".join(wrong))
         return
     for pass_ in passes:
-        both = [(_of_pass([a], pass_)[0], _of_pass([b], pass_)[0]) for a, b in pairs]
+        both = [(times_of_pass([a], pass_)[0], times_of_pass([b], pass_)[0]) for a, b in pairs]
         row: Row = {
             **bases[pass_],
             **common,

@@ -19,10 +19,10 @@ import torch
 from harness.correctness import WrongResult
 from harness.errors import refusals
 from harness.interface import Implementation, Layer, Point, Problem
-from harness.measure import Built, Context, _of_pass, build_and_check, profiled_windows
+from harness.measure import Built, Context, build_and_check, profiled_windows, times_of_pass
 from harness.profiling import breakdown, busy_samples
 from harness.statistics import summarise
-from harness.timing import _backward, _input, _leaves
+from harness.timing import input_of, leaves_of, run_backward
 
 #: What an implementation's name does not tell.
 OPTIONS = ("shape", "operation", "variant", "dtype", "device", "pass", "routing", "distribution")
@@ -32,8 +32,8 @@ WARM_CALLS, CPU_CALLS = 3, 3
 
 def call(layer: Layer, problem: Problem, pass_: str, around: AbstractContextManager[Any]) -> None:
     """A forward, and a backward where the pass has one; what belongs to the pass runs inside ``around``."""
-    x = _input(problem)
-    leaves = _leaves(layer, x)
+    x = input_of(problem)
+    leaves = leaves_of(layer, x)
     with contextlib.ExitStack() as inside:
         if pass_ != "backward":
             inside.enter_context(around)
@@ -41,7 +41,7 @@ def call(layer: Layer, problem: Problem, pass_: str, around: AbstractContextMana
         if pass_ == "backward":
             inside.enter_context(around)
         if pass_ != "forward":
-            _backward(output, leaves, problem.grad_output)
+            run_backward(output, leaves, problem.grad_output)
 
 
 def warmed(point: Point, pass_: str, implementation: Implementation, context: Context) -> Built:
@@ -80,7 +80,7 @@ def profiled(
         windows = profiled_windows(built, context)
         samples = busy_samples(windows, "p")
         kernels = breakdown(windows, "p", pass_, implementation.kernel_role)
-        found = {"kernels": kernels, "busy_us": 1e3 * summarise(_of_pass(samples, pass_))["median"]}
+        found = {"kernels": kernels, "busy_us": 1e3 * summarise(times_of_pass(samples, pass_))["median"]}
     else:
         found = {"kernels": _operators(built, pass_), "busy_us": None}
     if timeline:

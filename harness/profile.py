@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from harness import documents
 from harness.check import ask, asked_routing, device_for
 from harness.compare import SHAPE
 from harness.environment import gpu_name
@@ -73,8 +74,8 @@ def profile(
                 found = _answer(point, pass_, file, time_limit_s)
             if found["event"] == "failed":
                 failed = found["status"], found["reason"]
-            elif file is not None and timeline is not None:
-                file.replace(timeline)
+                if file is not None:
+                    file.unlink(missing_ok=True)
     if failed:
         out.print(f"[red]{failed[0]}[/] {escape(f'{what}: {printable(failed[1])}')}", highlight=False, soft_wrap=True)
         return False
@@ -203,19 +204,13 @@ def _beside(path: Path | None) -> Iterator[Path | None]:
     if path is None:
         yield None
         return
-    # A device or a pipe would be taken away.
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: cannot be written: not a file")
-    # The end of its name says whether it is compressed.
-    file = path.with_name(f".new.{path.name}")
-    try:
-        file.touch()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(documents.beside(path))
+            file.touch()
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
         yield file
-    finally:
-        file.unlink(missing_ok=True)
 
 
 def _short(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from harness.interface import Layer, Problem
-from harness.timing import L2Eviction, Sample, _backward, _input, _leaves
+from harness.timing import L2Eviction, Sample, input_of, leaves_of, run_backward
 
 #: Clock cycles that a marker spins: long enough to be a kernel, short enough not to matter.
 _MARKER_CYCLES = 1000
@@ -139,14 +139,14 @@ class WindowedCalls:
 
     def __call__(self, index: int) -> Sample:
         problem = self._problems[index % len(self._problems)]
-        x = _input(problem)
-        leaves = _leaves(self._layer, x)
+        x = input_of(problem)
+        leaves = leaves_of(self._layer, x)
         with self._window("forward", index):
             output = self._layer.forward(x)
         if problem.forward_only:
             return 0.0, 0.0
         with self._window("backward", index):
-            _backward(output, leaves, problem.grad_output)
+            run_backward(output, leaves, problem.grad_output)
         return 0.0, 0.0
 
 

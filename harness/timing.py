@@ -174,16 +174,16 @@ def paced(
     return rested
 
 
-def _leaves(layer: Layer, x: Tensor) -> list[Tensor]:
+def leaves_of(layer: Layer, x: Tensor) -> list[Tensor]:
     return [x, *layer.parameters()]
 
 
-def _input(problem: Problem) -> Tensor:
+def input_of(problem: Problem) -> Tensor:
     """The problem's x as a leaf of its own; without gradients where there is no backward."""
     return problem.x.detach().requires_grad_(not problem.forward_only)
 
 
-def _backward(output: Tensor, leaves: Sequence[Tensor], grad_output: Tensor) -> None:
+def run_backward(output: Tensor, leaves: Sequence[Tensor], grad_output: Tensor) -> None:
     torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
 
 
@@ -198,8 +198,8 @@ class HostCalls:
 
     def __call__(self, index: int) -> Sample:
         problem = self._problems[index % len(self._problems)]
-        x = _input(problem)
-        leaves = _leaves(self._layer, x)
+        x = input_of(problem)
+        leaves = leaves_of(self._layer, x)
         e = self._events
         self._evict()
         torch.cuda.synchronize()
@@ -212,7 +212,7 @@ class HostCalls:
         self._evict()
         torch.cuda.synchronize()
         e[2].record()
-        _backward(output, leaves, problem.grad_output)
+        run_backward(output, leaves, problem.grad_output)
         e[3].record()
         torch.cuda.synchronize()
         return e[0].elapsed_time(e[1]), e[2].elapsed_time(e[3])
@@ -227,14 +227,14 @@ class CpuCalls:
 
     def __call__(self, index: int) -> Sample:
         problem = self._problems[index % len(self._problems)]
-        x = _input(problem)
-        leaves = _leaves(self._layer, x)
+        x = input_of(problem)
+        leaves = leaves_of(self._layer, x)
         t0 = time.perf_counter()
         output = self._layer.forward(x)
         t1 = time.perf_counter()
         if problem.forward_only:
             return (t1 - t0) * 1e3, 0.0
-        _backward(output, leaves, problem.grad_output)
+        run_backward(output, leaves, problem.grad_output)
         return (t1 - t0) * 1e3, (time.perf_counter() - t1) * 1e3
 
 
@@ -257,7 +257,7 @@ class GraphCalls:
         self._gradients: Sequence[Tensor | None] = ()
         self._grad_output = problems[0].grad_output.clone()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        leaves = _leaves(layer, self._x)
+        leaves = leaves_of(layer, self._x)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         try:
@@ -265,7 +265,7 @@ class GraphCalls:
                 for _ in range(2):
                     output = layer.forward(self._x)
                     if not self._forward_only:
-                        _backward(output, leaves, self._grad_output)
+                        run_backward(output, leaves, self._grad_output)
             torch.cuda.synchronize()
             self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             pool = torch.cuda.graph_pool_handle()

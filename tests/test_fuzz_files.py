@@ -4,6 +4,7 @@ wrong."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -298,6 +299,22 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pipe: cannot be written: not a file"):
         save(pipe, "text")
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_what_the_disk_does_not_take_whole_changes_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.json"
+    save(path, "before")
+
+    def half(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text[:2].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(UserError, match=r"kept\.json: cannot be written: No space left"):
+        save(path, "after")
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
 
 
 @given(

@@ -193,9 +193,9 @@ def test_what_belongs_to_the_pass_runs_inside(monkeypatch: pytest.MonkeyPatch, p
         yield
         said.append("out")
 
-    forward, backward = layer.forward, one_call._backward
+    forward, backward = layer.forward, one_call.run_backward
     monkeypatch.setattr(layer, "forward", lambda x: (said.append("forward"), forward(x))[1])
-    monkeypatch.setattr(one_call, "_backward", lambda *its: (said.append("backward"), backward(*its))[1])
+    monkeypatch.setattr(one_call, "run_backward", lambda *its: (said.append("backward"), backward(*its))[1])
     one_call.call(layer, problem, pass_, around())
     assert (
         said
