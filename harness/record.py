@@ -205,9 +205,9 @@ TYPES: dict[str, str] = {
         "text": """
             run_id timestamp sweep resume_key operation variant record pass dtype status reason measured_on
             stop_criterion backward_method mode implementation label numerator denominator numerator_label
-            denominator_label denominator_variant time_kind basis basis_reason layer.activation
-            layer.router_convention routing.method routing.distribution denominator_routing.method
-            denominator_routing.distribution latency_ms.mode device_ms.basis device_ms.basis_reason kernels.name
+            denominator_label denominator_variant time_kind basis basis_reason layer.activation layer.router_convention
+            routing.method routing.distribution denominator_routing.method denominator_routing.distribution
+            denominator_routing.trace_file latency_ms.mode device_ms.basis device_ms.basis_reason kernels.name
             kernels.role dropped_samples.reason environment.measured_on environment.gpu environment.gpu_uuid
             environment.driver environment.cuda environment.compute_capability environment.torch environment.triton
             environment.python environment.platform environment.host environment.cpu environment.commit

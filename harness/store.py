@@ -33,6 +33,8 @@ _IDENTIFYING = frozenset(REQUIRED["measurement"] + REQUIRED["ratio"]) | {
     "denominator_label",
     "mode",
 }
+#: How the names of files end whose rows are of a layer that is slow on purpose.
+PLANTED = "_planted"
 #: How every line begins that `append` writes.
 _START = b'{"schema":'
 #: Where there is no room, or a limit is reached: what a disk or a quota says of itself, and of nothing that runs here.
@@ -305,15 +307,21 @@ def read_numbered(path: Path | str) -> tuple[list[tuple[int, Row]], list[ReadPro
     return rows, problems
 
 
+def row_files(folder: Path) -> list[Path]:
+    """Every ``*.jsonl`` file in and below a folder, in the order of their names, but for those of layers that are slow
+    on purpose (`PLANTED`): they are of no implementation, and belong into no figure, table or claim."""
+    return sorted(file for file in folder.rglob("*.jsonl") if file.is_file() and not file.stem.endswith(PLANTED))
+
+
 def read_folder(folder: Path | str) -> tuple[list[Row], list[ReadProblem]]:
-    """`read` over every ``*.jsonl`` file in and below a folder, in the order of their names; a folder without any
-    gives two empty lists. Raises `UserError` where the folder does not exist."""
+    """`read` over a folder's `row_files`; a folder without any gives two empty lists. Raises `UserError` where the
+    folder does not exist."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     rows: list[Row] = []
     problems: list[ReadProblem] = []
-    for path in sorted(folder.rglob("*.jsonl")):
+    for path in row_files(folder):
         try:
             more_rows, more_problems = read(path)
         except UserError as error:

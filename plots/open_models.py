@@ -73,7 +73,8 @@ def ratio_text(found: Mapping[str, Mapping[str, Ratio]], shape: str, texts: dict
     lines = []
     for baseline, by_shape in found.items():
         ratio = by_shape.get(shape)
-        if ratio is None:
+        # That a baseline cannot run here, its bar's place says.
+        if ratio is None or ratio.text == "unsupported":
             continue
         unstable = ", unstable" if ratio.unstable else ""
         value = ratio.text if math.isnan(ratio.value) else f"{ratio.value:.2f}×{unstable}"

@@ -193,14 +193,15 @@ def frame(rows: pd.DataFrame | Iterable[Mapping[str, Any]], folder: str = "") ->
 
 
 def load(results: Path = RESULTS) -> tuple[pd.DataFrame, list[str]]:
-    """Rows of every ``*.jsonl`` below ``results/<folder>/`` and one sentence for each line that could not be read.
+    """Rows of every file below ``results/<folder>/`` (`store.row_files`) and one sentence for each line that could not
+    be read.
 
     A folder that does not exist or holds nothing gives an empty table. A row for a GPU that does not name it (written
     for a worker that died, say) takes the name from its neighbours where they agree.
     """
     tables: list[pd.DataFrame] = []
     problems: list[str] = []
-    for path in sorted(file for file in Path(results).glob("**/*.jsonl") if file.is_file()):
+    for path in store.row_files(Path(results)):
         try:
             found, complaints = store.read(path)
         except UserError as error:

@@ -83,7 +83,13 @@ def groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
             parts = (configuration, f"{-layers} layers" if layers else "", rest, tokens, gpus)
             titled[", ".join([*filter(None, parts), *([] if dtype == "bfloat16" else [dtype])])] = its
     several = {title: its for title, its in titled.items() if len(_sides(its)) > 1}
-    return dict(sorted((several or titled).items(), key=lambda item: -len(_sides(item[1]))))
+    shown = several or titled
+    most: dict[str, int] = {}
+    for title, its in shown.items():
+        name = title.split(", ")[0]
+        most[name] = max(most.get(name, 0), len(_sides(its)))
+    # A model's steps stand together.
+    return dict(sorted(shown.items(), key=lambda item: (-most[item[0].split(", ")[0]], item[0].split(", ")[0])))
 
 
 def _routed(rows: pd.DataFrame) -> list[str]:

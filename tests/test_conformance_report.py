@@ -50,8 +50,11 @@ def test_reasons_of_one_implementation_stand_together() -> None:
     """Workers side by side have left the committed rows of several implementations mixed."""
     stored, _ = read(ROOT / "results" / "nvidia_h200" / "conformance.jsonl")
     assert len(list(groupby(one.text("implementation") for one in stored))) > 10
-    names = [row[1] for row in conformance.reasons(stored).rows]
-    assert [name for name, _ in groupby(names)] == ["sonicmoe_triton", "deepgemm_pp", "deepgemm"]
+    lines = [(row[2] == "unsupported", row[1]) for row in conformance.reasons(stored).rows]
+    together = [line for line, _ in groupby(lines)]
+    # Failures first.
+    assert len(together) == len(set(together)) > 5
+    assert [late for late, _ in groupby(late for late, _ in lines)] == [False, True]
 
 
 def test_cases_that_were_not_run_are_counted_and_named(

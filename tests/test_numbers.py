@@ -50,12 +50,14 @@ def test_its_numbers_by_another_way() -> None:
 
 
 def test_the_kernels_numbers_by_another_way() -> None:
-    best: dict[str, float] = {}
+    found: dict[str, dict[str, float]] = {}
+    # A file's later rows are newer.
     for row in COMMITTED:
         place = row["record"], row["operation"], row.get("denominator"), row.get("variant")
-        if place == ("ratio", "expert_aggregation", "sonicmoe_triton", "gather"):
+        if place == ("ratio", "expert_aggregation", "sonicmoe_triton", "gather") and row["numerator"] != place[2]:
             shape = json.dumps(row["shape"])
-            best[shape] = min(row["value"], best.get(shape, math.inf))
+            found.setdefault(shape, {})[row["numerator"]] = row["value"]
+    best = {shape: min(values.values()) for shape, values in found.items()}
     assert len(best) == 12
     mean = math.prod(best.values()) ** (1 / 12)
     text = f"{mean:.2f}× ({min(best.values()):.2f}× to {max(best.values()):.2f}×)"

@@ -32,8 +32,8 @@ def test_groups_that_compare_something() -> None:
     found = bars(session())
     assert list(found) == [
         "7B, 43 layers, 24 sequences, recomputing, 24576 tokens a micro-batch, 1 GPU",
-        "1.4B-sparse, 17 layers, 80 sequences, 8192 tokens a micro-batch, 1 GPU",
         "7B, 24 layers, 24 sequences, 24576 tokens a micro-batch, 1 GPU",
+        "1.4B-sparse, 17 layers, 80 sequences, 8192 tokens a micro-batch, 1 GPU",
     ]
     assert [len(its) for its in found.values()] == [4, 2, 2]
     alone = bars([step(layers=20), step(layers=24, dtype="float32")])

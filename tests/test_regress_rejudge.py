@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
+import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -26,6 +28,7 @@ from harness.regress.baseline import Baseline, Threshold
 from harness.regress.update import new_baseline
 
 COMMITTED = ROOT / "results" / "nvidia_h200" / "ci.jsonl"
+PLANTED = COMMITTED.with_name("ci_planted.jsonl")
 FIVE, THREE = Threshold(5.0), Threshold(3.0)
 
 
@@ -178,8 +181,11 @@ def test_the_first_trial_is_told_as_its_rows_have_it() -> None:
     assert known.threshold == FIVE
     assert (three.gates, three.suspicious, three.settled, three.failing) == (20, 20, 10, 3)
     assert (five.gates, five.suspicious, five.failing) == (20, 17, 0)
-    told = "of ten gates without a change none would have failed at the baseline's threshold, but three would have at"
-    assert told in prose("README.md")
+    told = (
+        "ten gates were measured to the end and which knew replays alone, would have failed three of the ten at "
+        "`median:3%` and none at the baseline's 5 %"
+    )
+    assert told in prose("docs/method.md")
 
 
 def test_second_looks_took_as_long_as_the_method_says() -> None:
@@ -199,8 +205,76 @@ def test_second_looks_took_as_long_as_the_method_says() -> None:
         shares = {(str(row["shape"]), row["denominator"]): row["overhead_s"]["process_start"]
                   for row in rows if row["run_id"] == run}  # fmt: skip
         assert sum(shares.values()) > seconds / 2
-    assert not any(row.get("time_kind") == "busy" for row in store.read(COMMITTED)[0])
-    assert "no row of a ratio of busy times yet" in prose("docs/method.md")
+    busy = [row for row in store.read(PLANTED)[0] if row["record"] == "ratio" and row["time_kind"] == "busy"]
+    assert Counter(row["denominator"] for row in busy) == {"cublas_bound": 10, "slowed_down_projection": 2}
+    (run,) = {row["run_id"] for row in busy}
+    start = datetime.strptime(run.split("-")[0] + "+0000", "%Y%m%dT%H%M%S%z")
+    all_took = (datetime.fromisoformat(busy[-1]["timestamp"]) - start).total_seconds()
+    assert f"ratios of busy times at once took {all_took:.0f} s" in prose("docs/method.md")
+
+
+def test_the_trial_is_told_as_it_was_written() -> None:
+    written = json.loads((COMMITTED.parent / "regress_trial.json").read_text(encoding="utf-8"))
+    method = prose("docs/method.md")
+    its = written["planted"]
+    gates = written["unchanged"]["gates"]
+    assert (len(gates), written["unchanged"]["false_alarms"], written["threshold"]) == (20, 0, "median:3%")
+    assert {one["outcome"] for gate_ in gates for one in gate_} == {"ok", "faster", "intervals overlap"}
+    assert (its["caught"], len(its["gates"]), its["asked_for"]) == (10, 10, 0.055)
+    low, high = its["slowdown"]["ci95"]
+    value = 100 * its["slowdown"]["value"]
+    told = f"measured as {value:.1f} % [{100 * low:.1f}, {100 * high:.1f}], and caught in 10 of 10"
+    assert told in method and HEADLINE in its["what"]
+    assert "of twenty gates without a change none failed" in prose("README.md")
+
+
+def second_trial() -> tuple[rejudge.Block, Baseline, list[Asked]]:
+    """Its rounds without a change, the baseline made just before, and what both asked for."""
+    known = baselines.read(ROOT / "results" / "baselines" / "nvidia_h200.json")
+    asked = rejudge.asked_in_any_mode(ci(), known)
+    rows = [row for row in store.read(COMMITTED)[0] if "20261201T15" <= row["run_id"] < "20261201T16"]
+    (block,) = rejudge.blocks_of(rows, asked)
+    return block, known, asked
+
+
+def test_what_the_baseline_sees_at_each_point_is_told() -> None:
+    block, known, asked = second_trial()
+    (three,) = rejudge.verdicts([block], known, asked, [THREE], 0.055)
+    assert (three.gates, three.suspicious) == (20, 0)
+    seen = {(str(one.point.shape), one.pass_): three.caught.get(one.what, 0) for one in asked}
+    blind = {key: count for key, count in seen.items() if count < 20}
+    assert blind == {
+        ("16384,4096,1024,512,8", "backward"): 19,
+        ("16384,2048,1024,64,8", "forward"): 7,
+        ("16384,2048,1024,64,8", "backward"): 7,
+        ("32768,4096,1024,128,8", "forward"): 5,
+    }
+    told = (
+        "20 of 20 at seven of the other eleven, 19 at the backward of `16384,4096,1024,512,8`, 7 at each pass of "
+        "`16384,2048,1024,64,8`, 5 at the forward of `32768,4096,1024,128,8`"
+    )
+    assert seen[HEADLINE, "forward"] == 20 and len(seen) - 1 - len(blind) == 7 and told in prose("docs/method.md")
+    judged = {point.key: point.judged for point in known.points}
+    wide = [
+        (judged[one.key].high - judged[one.key].low) / judged[one.key].median for one in asked
+        if blind.get((str(one.point.shape), one.pass_), 20) < 10
+    ]  # fmt: skip
+    assert f"span {100 * min(wide):.1f} to {100 * max(wide):.1f} %" in prose("docs/method.md")
+
+
+def test_the_rule_on_rounds_of_several_processes_is_told() -> None:
+    block, _, asked = second_trial()
+    found = rejudge.crossed(block.rounds, THREE, 0.055, 3)
+    alarms = {rule: 100 * its.suspicious / its.gates for rule, its in found.items()}
+    seen = {rule: 100 * its.share() for rule, its in found.items()}
+    told = (
+        f"`device_ms` alone comes to {alarms['device_ms']:.1f} and {seen['device_ms']:.0f} %, `busy_ms` alone to "
+        f"{alarms['busy_ms']:.1f} and {seen['busy_ms']:.0f} %, the rule to {alarms[rejudge.BEST]:.1f} and "
+        f"{seen[rejudge.BEST]:.0f} %"
+    )
+    assert told in prose("docs/method.md")
+    short = [one for one in asked if str(one.point.shape) in (HEADLINE, "40960,768,256,128,8")]
+    assert all(found[rejudge.BEST].share(one.key) == 1 for one in short)
 
 
 def test_the_rule_is_as_good_as_the_method_says() -> None:

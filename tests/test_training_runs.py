@@ -235,7 +235,7 @@ def test_two_implementations_in_turns(command_line: CommandLine, tmp_path: Path)
     assert [summary["samples"] for summary in times] == [16, 16]
     ratio = rows[2]
     assert (ratio["numerator"], ratio["denominator"], ratio["samples"]) == ("torch_loop", "torch_loop", 2)
-    assert ratio["denominator_routing"]["method"] == "top_k" and ratio["time_kind"] == "host"
+    assert ratio["denominator_routing"] == {**rows[0]["routing"], "method": "top_k"} and ratio["time_kind"] == "host"
     low, high = ratio["ci95"]
     assert low <= ratio["value"] <= high
 

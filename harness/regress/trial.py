@@ -318,7 +318,7 @@ def _main(
     run = gate.Run(out, registry, folder / f"{gate.SWEEP}.jsonl")
     # Rows of a layer that is slow on purpose stand in a file of their own.
     with planted(0):
-        slow = gate.Run(out, gate.load_registry(), folder / f"{gate.SWEEP}_planted.jsonl")
+        slow = gate.Run(out, gate.load_registry(), folder / f"{gate.SWEEP}{store.PLANTED}.jsonl")
     # A CUDA context here would lie beside those of the workers for the whole trial.
     where = gate.environment("cuda", initialise_cuda=False)
     made = {"gpu": gpu, "baseline": {"made": known.made, "environment": known.environment}}

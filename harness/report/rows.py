@@ -94,13 +94,13 @@ def _below(file: Path, base: Path) -> str:
 
 
 def read(path: Path, option: str = "--results") -> tuple[list[Stored], list[str]]:
-    """Every good row of a file, or of all ``*.jsonl`` files in and below a folder, and a sentence for what is none.
+    """Every good row of a file, or of a folder's files (`store.row_files`), and a sentence for what is none.
 
     A row for a GPU that does not name it (written for a worker that died, say) takes the name from its neighbours in
     the folder where they agree. `UserError` where ``path`` is missing; ``option`` is what the message calls it.
     """
     if path.is_dir():
-        files, base = sorted(file for file in path.rglob("*.jsonl") if file.is_file()), path
+        files, base = store.row_files(path), path
     elif path.is_file():
         files, base = [path], path.parent
     else:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ def _ratio_row(
         row |= {name: side["implementation"], f"{name}_label": side["label"]}
     if sides[0].routing != sides[1].routing:
         spec = RoutingSpec(sides[1].routing, seed=sides[1].seed, m_tile=sides[1].m_tile)
-        row["denominator_routing"] = asdict(spec)
+        row["denominator_routing"] = spec.as_dict()
     if measured[0]["variant"] != measured[1]["variant"]:
         row["denominator_variant"] = measured[1]["variant"]
     row["environment"] = _both(measured)
