@@ -29,6 +29,7 @@ from harness.measure import Context, check_point, count_rows, measure_point, mea
 from harness.points import point_from_dict
 from harness.registry import Registry, importable, load_registry
 from harness.timing import TimingSettings
+from harness.tuners import nothing_is_timed, untimed
 
 
 class Events:
@@ -94,6 +95,8 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
     status, reason = "", ""
     rows: Iterator[dict[str, Any]]
     try:
+        if untimed() and job["kind"] != "conformance":
+            raise RuntimeError("this process holds what tuners took untimed: measure in a fresh one")
         if job["kind"] == "check":
             correctness = check_point(point, plugins.get(point.implementation), context)
             events.send("checked", reason=correctness.reason, errors=correctness.errors)
@@ -111,6 +114,7 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             # As above.
             from harness.conformance.measure import conformance_rows
 
+            nothing_is_timed()
             rows = conformance_rows(job, point, plugins.get(point.implementation), context)
         elif job["kind"] == "account":
             rows = count_rows(point, bases, context)

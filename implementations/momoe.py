@@ -59,8 +59,12 @@ class MoMoE(Implementation):
     label = "MoMoE"
     upstream = "https://github.com/tilde-research/MoMoE-impl"
     licence = "none stated in its repository"
+    #: All that the package's own start imports: a checkout may lack a part.
     requires: ClassVar[dict[str, str]] = {
-        "momoe": "clone https://github.com/tilde-research/MoMoE-impl and put the checkout on PYTHONPATH",
+        **dict.fromkeys(
+            ("momoe.momoe", "momoe.sample_moe", "momoe.topk_router"),
+            "clone https://github.com/tilde-research/MoMoE-impl and put the checkout on PYTHONPATH",
+        ),
         "einops": "pip install --no-deps -r requirements/momoe.txt",
     }
     distributions = ("MoMoE-impl", "einops", "triton")

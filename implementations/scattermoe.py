@@ -50,9 +50,11 @@ class ScatterMoE(Implementation):
     label = "ScatterMoE"
     upstream = "https://github.com/shawntan/scattermoe"
     licence = "Apache-2.0"
-    requires: ClassVar[dict[str, str]] = {
-        "scattermoe": "clone https://github.com/shawntan/scattermoe and put the checkout on PYTHONPATH"
-    }
+    #: All that the package's own start imports: a checkout may lack a part.
+    requires: ClassVar[dict[str, str]] = dict.fromkeys(
+        (f"scattermoe.{part}" for part in ("parallel_experts", "kernels.ops", "mlp", "utils.replace_moe")),
+        "clone https://github.com/shawntan/scattermoe and put the checkout on PYTHONPATH",
+    )
     distributions = ("scattermoe", "triton")
     # Not fp32: its kernels multiply in TF32.
     dtypes = ("bfloat16", "float16")

@@ -3,7 +3,9 @@ packages, which need a GPU, are replaced by plain torch that asserts what the re
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +23,7 @@ from harness.training.experts import Bound
 from implementations.liger import Liger
 from implementations.megatron import Megatron
 from implementations.momoe import SAVE_PERCENT, MoMoE
+from implementations.scattermoe import ScatterMoE
 
 PLUGINS: dict[str, Implementation] = {"momoe": MoMoE(), "liger": Liger(), "megatron": Megatron()}
 SHAPES = ("64,48,32,8,2", "50,64,40,6,1", "20,32,48,4,4", "33,64,32,1,1")
@@ -205,12 +208,34 @@ def test_no_tokens_are_refused(name: str) -> None:
 @every_plugin
 def test_what_is_missing_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = PLUGINS[name]
-    for package in plugin.requires:
-        monkeypatch.delitem(sys.modules, package, raising=False)
+    for module_name in plugin.requires:
+        monkeypatch.delitem(sys.modules, module_name.partition(".")[0], raising=False)
     monkeypatch.setattr(sys, "path", [])
     reason = installed_reason(plugin)
     assert reason is not None and "requirements/" in reason
     assert all(package in reason for package in plugin.requires)
+
+
+@pytest.mark.parametrize("plugin", [MoMoE(), ScatterMoE()], ids=lambda plugin: plugin.name)
+def test_a_checkout_that_lacks_a_part_is_not_installed(
+    plugin: Implementation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, plugin.name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = [tmp_path.joinpath(*part.split(".")).with_suffix(".py") for part in plugin.requires if "." in part]
+    for file in {tmp_path / plugin.name / "__init__.py", *(file.with_name("__init__.py") for file in files), *files}:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("raise AssertionError('imported')")
+    (tmp_path / "einops.py").touch()
+    assert installed_reason(plugin) is None
+    for file in files:
+        source = file.read_text()
+        file.unlink()
+        importlib.invalidate_caches()
+        part = ".".join(file.relative_to(tmp_path).with_suffix("").parts)
+        assert (installed_reason(plugin) or "").startswith(f"the package {part} is missing; get it with: clone https")
+        file.write_text(source)
+        importlib.invalidate_caches()
 
 
 @pytest.mark.parametrize(

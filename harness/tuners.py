@@ -1,0 +1,81 @@
+"""Where nothing is timed, kernels' tuners take their first configuration that runs, instead of timing all of them.
+
+Which configuration is fastest tells nothing there, and to compile up to hundreds of them at each new shape takes
+minutes. A result is judged all the same, of that configuration; what a tuner chooses when it may is judged where it is
+timed, for every timed row passes the gate with the choice that it was timed with.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+_untimed = False
+
+
+def nothing_is_timed() -> None:
+    """Say so of this process, for good: what its tuners have taken stays in their memory, so that it must time nothing
+    any more. Triton's tuner is told at once."""
+    global _untimed
+    _untimed = True
+    take_first("triton.runtime.autotuner")
+
+
+def untimed() -> bool:
+    """Was `nothing_is_timed` said of this process?"""
+    return _untimed
+
+
+def take_first(module: str) -> bool:
+    """Where nothing is timed, let this module's class ``Autotuner``, Triton's or one modelled on it, take its first
+    configuration that runs. Imports the module; does nothing where something may be timed.
+
+    Returns:
+        Whether it does so from now on. False as well where there is no such class: then it tunes as it always does.
+    """
+    if not _untimed:
+        return False
+    try:
+        tuner = importlib.import_module(module).Autotuner
+    except (ImportError, AttributeError):
+        return False
+    return _patch(tuner)
+
+
+def _patch(tuner: Any) -> bool:
+    prune, bench = (getattr(tuner, name, None) for name in ("prune_configs", "_bench"))
+    if not callable(prune) or not callable(bench):
+        return False
+    if not hasattr(prune, "takes_first"):
+        tuner.prune_configs = _first_that_runs(prune)
+    return True
+
+
+def _first_that_runs(prune: Any) -> Any:
+    """In place of the method that tells a tuner, before it times them, which configurations there are for this call."""
+
+    @functools.wraps(prune)
+    def pruned(self: Any, kwargs: dict[str, Any]) -> Any:
+        configs = prune(self, kwargs)
+        arguments = getattr(self, "nargs", None)
+        # Triton's `warmup` asks too, which compiles and must run nothing; only a call says ``warmup=False``.
+        compiles = hasattr(self, "warmup") and "warmup" not in kwargs
+        if arguments is None or compiles:
+            return configs
+        # An untimed choice must be on no disk: neither tuned runs nor a table of what was tuned may find it there.
+        self.cache_results = False
+        if len(configs) > 1:
+            for config in configs:
+                if _ran(self._bench(*arguments.values(), config=config, **kwargs)):
+                    return [config]
+        return configs
+
+    vars(pruned)["takes_first"] = True
+    return pruned
+
+
+def _ran(times: Any) -> bool:
+    """Times in ms, one or several; a configuration that cannot run takes infinitely long."""
+    return math.isfinite(times[0] if isinstance(times, (list, tuple)) else times)
