@@ -31,6 +31,9 @@ from harness.registry import Registry, importable, load_registry
 from harness.timing import TimingSettings
 from harness.tuners import nothing_is_timed, untimed
 
+#: Kinds of job that judge results and time nothing.
+UNTIMED = ("check", "conformance")
+
 
 class Events:
     """Writes events to the parent's pipe, whole lines at a time."""
@@ -95,7 +98,9 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
     status, reason = "", ""
     rows: Iterator[dict[str, Any]]
     try:
-        if untimed() and job["kind"] != "conformance":
+        if job["kind"] in UNTIMED:
+            nothing_is_timed()
+        elif untimed():
             raise RuntimeError("this process holds what tuners took untimed: measure in a fresh one")
         if job["kind"] == "check":
             correctness = check_point(point, plugins.get(point.implementation), context)
@@ -114,7 +119,6 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             # As above.
             from harness.conformance.measure import conformance_rows
 
-            nothing_is_timed()
             rows = conformance_rows(job, point, plugins.get(point.implementation), context)
         elif job["kind"] == "account":
             rows = count_rows(point, bases, context)

@@ -19,13 +19,16 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 
 from harness import runner, tuners
+from harness.check import ask
 from harness.conformance import suite
+from harness.points import point_to_dict
 from harness.process import WorkerProcess
 from harness.registry import load_registry
 from harness.session import works_of
 from harness.sweep import load_sweep
 from harness.timing import TimingSettings
 from harness.tuners import nothing_is_timed, take_first
+from harness.worker import UNTIMED
 from implementations import _sonicmoe_official_kernels as official_kernels
 from implementations.sonicmoe_official import SonicMoEOfficial
 
@@ -273,7 +276,10 @@ def test_without_the_names_it_tunes_as_it_did(monkeypatch: pytest.MonkeyPatch) -
 # Who says it.
 
 
-def test_conformance_says_it_and_a_sweep_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", UNTIMED)
+def test_who_times_nothing_says_it_and_a_sweep_does_not(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One process for all jobs, which the commands never do: the worst that could happen."""
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "says.py").write_text(PLUGIN)
@@ -294,8 +300,13 @@ def test_conformance_says_it_and_a_sweep_does_not(tmp_path: Path, monkeypatch: p
     try:
         first = timed("first")
         assert first and all(row["status"] == "ok" and row["notes"] == ["timed"] for row in first)
-        (met,) = suite.Suite([registry.get("says")], MET[:1], "cpu", tmp_path / "conformance.jsonl").run()
-        assert met["status"] == "ok" and met["notes"][-1] == "untimed"
+        if kind == "conformance":
+            (met,) = suite.Suite([registry.get("says")], MET[:1], "cpu", tmp_path / "conformance.jsonl").run()
+            assert met["status"] == "ok" and met["notes"][-1] == "untimed"
+        else:
+            (work, *_) = works_of(sweep)
+            job = {"kind": kind, "point": point_to_dict(work.point), "passes": [], "bases": {}, "settings": {}}
+            assert ask(worker, job, "checked", 60)[1]["event"] == "checked"
         for row in timed("second"):
             assert row["status"] == "crashed" and "measure in a fresh one" in row["reason"]
     finally:
