@@ -76,6 +76,26 @@ def test_token_roundings_numbers_by_another_way() -> None:
     assert text in numbers.README.read_text(encoding="utf-8")
 
 
+def test_what_uneven_routing_costs_by_another_way() -> None:
+    shape = {"T": 24576, "d": 1536, "n": 256, "E": 128, "K": 8}
+    names = ("sonicmoe_triton", "sonicmoe_official", "scattermoe")
+    busy: dict[tuple[str, str], float] = {}
+    for row in sorted(COMMITTED, key=lambda row: row["timestamp"]):
+        what = row["record"], row["operation"], row["pass"], row["status"], row["dtype"], row["routing"]["method"]
+        if what == ("measurement", "moe_layer", "forward_backward", "ok", "bfloat16", "top_k") and (
+            row["shape"] == shape and row["implementation"] in names and row["measured_on"] == "cuda"
+        ):
+            busy[row["implementation"], row["routing"]["distribution"]] = row["busy_ms"]["median"]
+    for distribution in ("uniform", "skewed", "one_group", "empty_experts"):
+        of_each = [busy[name, distribution] for name in names]
+        assert of_each == sorted(of_each)
+    longer = {key: time / busy[key[0], "uniform"] - 1 for key, time in busy.items()}
+    assert [round(longer[name, "skewed"], 2) for name in names] == [0.09, 0.10, 0.05]
+    assert all(abs(longer[name, other]) < 0.05 for name in names for other in ("one_group", "empty_experts"))
+    text = " ".join(numbers.README.read_text(encoding="utf-8").split())
+    assert "about a tenth longer with ours and the official layer and half of that with ScatterMoE" in text
+
+
 def test_lines_of_training_are_of_equal_steps() -> None:
     whole: dict[str, Any] = {"layers": 43, "batch": 6, "recompute": True}
     ours, other = step(**whole), step(implementation="scattermoe", slower=1.3, **whole)
