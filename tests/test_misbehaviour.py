@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 import uuid
 from collections import defaultdict
 from pathlib import Path
@@ -207,7 +208,11 @@ def test_each_gives_the_right_row_harms_nobody_and_leaves_nothing(tmp_path: Path
     assert all(row["build_s"] >= 0.3 for row in rows[tokens_of("slow_import")])
 
     assert wait_for_no_process(bench.mark, seconds=2.0) == []
-    assert subprocess.run(["pgrep", "-f", nap], capture_output=True, text=True).stdout == ""
+    # What a job left behind was killed, which on a busy machine takes a moment to be seen.
+    end = time.monotonic() + 15
+    while left := subprocess.run(["pgrep", "-f", nap], capture_output=True, text=True).stdout:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
     # torch's own cache is there to stay.
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     assert list(Path("/dev/shm").glob(f"{shared}*")) == []
