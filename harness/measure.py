@@ -27,7 +27,7 @@ from harness.profiling import KernelInterval, WindowedCalls, breakdown, busy_sam
 from harness.record import SCHEMA_VERSION, utc_now
 from harness.reference import full_precision
 from harness.routing import routing_outcome
-from harness.statistics import ratio_interval, summarise
+from harness.statistics import interval_only, ratio_interval, summarise
 from harness.timing import (
     CLOCK_BAND,
     CpuCalls,
@@ -351,10 +351,10 @@ def measure_point(
         device_median = None
         if on_cuda:
             busy_of_pass = times_of_pass(busy, pass_)
-            row["busy_ms"] = _interval_only(busy_of_pass)
+            row["busy_ms"] = interval_only(busy_of_pass)
             context.samples[pass_] = busy_of_pass if device is None else device.of(pass_)
             if device is not None:
-                row["device_ms"] = {**_interval_only(context.samples[pass_]), "basis": "graph"}
+                row["device_ms"] = {**interval_only(context.samples[pass_]), "basis": "graph"}
                 row["stop_criterion"] = device.stop_criterion
             else:
                 row["device_ms"] = {**row["busy_ms"], "basis": "busy", "basis_reason": basis_reason}
@@ -451,11 +451,6 @@ def times_of_pass(samples: Sequence[Sample], pass_: str) -> list[float]:
     if pass_ == "backward":
         return [b for _, b in samples]
     return [f + b for f, b in samples]
-
-
-def _interval_only(samples: Sequence[float]) -> dict[str, Any]:
-    summary = summarise(samples)
-    return {key: summary[key] for key in ("median", "ci95", "samples")}
 
 
 def _dropped(sampled: Sequence[Samples]) -> dict[str, Any]:

@@ -645,6 +645,8 @@ def _training(row: Mapping[str, Any]) -> list[str]:
             )
         if table["world_size"] == 1 or row.get("measured_on") != "cuda":
             problems.append("training.communication: belongs to several processes on GPUs")
+    if row.get("busy_ms") is not None and (table["world_size"] != 1 or not row.get("latency_ms")):
+        problems.append("busy_ms: of a training step, belongs to one process, beside latency_ms")
     return problems
 
 

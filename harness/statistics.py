@@ -56,6 +56,12 @@ def summarise(samples: Iterable[float]) -> dict[str, Any]:
     return {"median": median, "p05": p05, "p95": p95, "ci95": [low, high], "samples": int(values.size)}
 
 
+def interval_only(samples: Iterable[float]) -> dict[str, Any]:
+    """`summarise` without the percentiles."""
+    summary = summarise(samples)
+    return {key: summary[key] for key in ("median", "ci95", "samples")}
+
+
 def relative_width(samples: Sequence[float], confidence: float = 0.95) -> float:
     """Width of the median's interval over the median, for adaptive stopping.
 

@@ -67,6 +67,8 @@ def groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         # A run that shared its GPU has losses and no rate; a ratio of one GPU over several is of one implementation.
         & ((rows["record"] == "ratio") | rows["tokens_per_day"].notna() | ~rows["status"].isin(table.NUMBERS_ALLOWED))
         & (rows["denominator_variant"] == "")
+        # Bars are of the wall clock, so no ratio of busy times stands beside them.
+        & (rows["time_kind"] != "busy")
     ]  # fmt: skip
     found: dict[tuple[str, int, int, str, str, str], list[Any]] = {}
     for index, row in table.by_precedence(chosen).iterrows():

@@ -130,6 +130,14 @@ def test_lines_of_training_are_of_equal_steps() -> None:
     later = [in_turns(*two, 1.7), in_turns(*tile, 1.8), mixed, step(validation_loss=3.0, **whole), *two, tile[1]]
     assert lines(*later) == before
     assert lines(in_turns(*many, 1.6)) == before
+    # Busy times of the same turns stand below; of earlier turns they do not.
+    assert found[-1]["time_kind"] == "host"
+    busy = in_turns(*sparse, 1.2, busy=True)
+    assert lines(busy) == [
+        *before,
+        ("… by the GPU's busy time alone", "–", numbers._interval(rows.frame([busy]).iloc[0])),
+    ]
+    assert lines(busy, in_turns(*sparse, 1.07)) == before
     rival = step("1.4B-sparse", batch=10, implementation="scattermoe")
     assert lines(in_turns(rival, sparse[0], 1.2))[-1][1] == "–"
 

@@ -65,6 +65,13 @@ def test_a_rounding_is_turned_over() -> None:
     assert its.value == pytest.approx(1 / 1.1) and its.low < its.value < its.high
 
 
+def test_busy_times_draw_nothing() -> None:
+    sides = [step("1.4B", busy=0.5), step("1.4B", 0.9, routing="nearest", busy=0.5)]
+    alone = [{key: value for key, value in row.items() if key != "busy_ms"} for row in sides]
+    ratio = in_turns(*sides, 1.1)
+    assert bars([*sides, ratio, in_turns(*sides, 0.5, busy=True)]) == bars([*alone, ratio])
+
+
 def test_tiles_are_bars_of_their_own() -> None:
     sides = [step("1.4B", slower, routing="nearest", m_tile=tile) for tile, slower in ((128, 0.9), (64, 0.8))]
     other = step("1.4B", m_tile=64)

@@ -166,11 +166,11 @@ def test_ratio_rules(change: dict[str, Any], message: str) -> None:
     assert any(message in problem for problem in validate(ratio(**change)))
 
 
-def step(measured_on: str = "cuda", **changes: Any) -> list[str]:
-    """What is wrong with a training step of two processes."""
+def step(measured_on: str = "cuda", numbers: Any = None, **changes: Any) -> list[str]:
+    """What is wrong with a training step of two processes that has other ``numbers`` besides."""
     training = {"tokens_per_s": 1.0, "tokens_per_day_per_gpu": 4.0, "mfu": None, "world_size": 2, "layers": 8}
     training |= {"steps": 50, "loss": 5.0, "validation_loss": None, **changes}
-    return validate(measurement(operation="training_step", training=training, measured_on=measured_on))
+    return validate(measurement(operation="training_step", training=training, measured_on=measured_on, **numbers or {}))
 
 
 def test_shares_of_communication() -> None:
@@ -184,6 +184,14 @@ def test_shares_of_communication() -> None:
         [problem] = step(communication=0.4, exposed_communication=0.1, **elsewhere)
         assert "belongs to several processes on GPUs" in problem
     assert "training: must be an object with tokens_per_s" in step(efficiency=0.9)[0]
+
+
+def test_busy_times_of_a_training_step_are_of_one_process() -> None:
+    busy = {"busy_ms": {"median": 1.0, "ci95": [0.9, 1.0], "samples": 3}}
+    assert step(numbers=busy, world_size=1) == []
+    rates = dict.fromkeys(("tokens_per_s", "tokens_per_day_per_gpu"))
+    for wrong in (step(numbers=busy), step(numbers={**busy, "latency_ms": ...}, world_size=1, **rates)):
+        assert wrong == ["busy_ms: of a training step, belongs to one process, beside latency_ms"]
 
 
 def test_every_failure_needs_a_reason_and_carries_no_number() -> None:

@@ -87,6 +87,7 @@ def test_steps_in_turns_measure_the_claims(tmp_path: Path) -> None:
         {"operation": "moe_layer"},
         {"variant": "7B-of-mine, 8 layers"},
         {"denominator_variant": "7B, 8 layers, 12 sequences, 2 processes"},
+        {"time_kind": "busy", "basis": "busy"},
     ],
 )
 def test_other_rows_do_not(tmp_path: Path, other: Row) -> None:
@@ -100,6 +101,12 @@ def test_a_newer_failure_counts(tmp_path: Path) -> None:
     found, _ = evaluate(write(tmp_path / "gpu", [ratio(), later]).parent)
     its = finding(found, "training-throughput-7b", "ours")
     assert its.value is None and "something compiled" in its.reason
+
+
+def test_a_newer_ratio_of_busy_times_takes_nothing_back(tmp_path: Path) -> None:
+    busy = ratio(time_kind="busy", basis="busy", value=0.5, ci95=[0.49, 0.51], timestamp="2099-01-01T00:00:00+00:00")
+    its = finding(evaluate(write(tmp_path / "gpu", [ratio(), busy]).parent)[0], "training-throughput-7b", "ours")
+    assert (its.value, its.ci95) == (1.5, (1.45, 1.55)) and len(its.rows) == 1
 
 
 def test_the_whole_model_counts_before_a_newer_trial_of_fewer_layers(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from test_plots import ratio, synthetic
 from test_report import build, column, store, titled
-from training_rows import GPU, in_turns, session, step
+from training_rows import GPU, failed, in_turns, session, step
 
 from harness.record import Row
-from harness.report import html, markdown, terminal, training
+from harness.report import html, markdown, tables, terminal, training
 from harness.report.rows import Stored
 from harness.token_rounding import ROUNDINGS, TOP_K
 from plots import rows as table
@@ -97,6 +97,40 @@ def test_ratios_stand_beside_the_claims_that_rest_on_them(tmp_path: Path) -> Non
     assert column(found, "a step")[column(found, "GPUs").index("1 / 8")] == "48 sequences / 384 sequences"
     # Claims link to these rows as to any others.
     assert f"#row-{FILE}%3A4" in html.render(made)
+
+
+def test_the_gpus_busy_share_and_ratios_of_busy_times(tmp_path: Path) -> None:
+    top_k, nearest = step("1.4B-sparse", busy=0.342), step("1.4B-sparse", 0.95, busy=0.31, routing="nearest")
+    turns = [in_turns(top_k, nearest, 0.91), in_turns(top_k, nearest, 1.102, busy=True)]
+    made = build(store(tmp_path, [top_k, nearest, *turns, step()], FILE))
+    assert sorted(column(titled(made, training.NAME), "busy")) == ["31 %", "34 %", "–"]
+    found = titled(made, training.RATIOS)
+    told = [text.split(" [")[0] for text in column(found, "ratio")]
+    assert dict(zip(column(found, "time"), told, strict=True)) == {"wall clock": "0.9100", "GPU busy": "1.102"}
+    assert column(found, "paper, H100") == ["1.16×", "–"]
+    for width in (80, 200):
+        out = io.StringIO()
+        terminal.render(Console(file=out, width=width), made)
+        rates, text = out.getvalue().split("Training\n")[1].split("Training: ratios")
+        assert "34 %" in rates and max(map(len, out.getvalue().splitlines())) <= width
+        assert "1.102 [1.091, 1.113]" in text and ("sonicmoe_triton, GPU busy" in text or width == 80)
+    # An earlier report's step is compared by the wall clock, busy times or not.
+    slower = step("1.4B-sparse", 2.0, busy=0.342 / 2)
+    (change,) = tables.against(stored(slower), stored(top_k), "before").rows
+    assert [tables.cell_text(cell) for cell in change if tables.cell_text(cell) in ("slower", "host")] == [
+        "slower", "host"
+    ]  # fmt: skip
+
+
+def test_a_status_stands_where_the_rate_would(tmp_path: Path) -> None:
+    rows = [step(busy=0.9), failed("out_of_memory", "3 GiB", implementation="scattermoe")]
+    rows.append(step(implementation="megablocks", unstable="something compiled"))
+    out = io.StringIO()
+    terminal.render(Console(file=out, width=80), build(store(tmp_path, rows, FILE)))
+    text = out.getvalue().split("Training\n")[1].split("many GPUs")[0]
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.split()}
+    assert lines["scattermoe"] == ["top_k", "out_of_memory", "–", "–", "–"]
+    assert lines["sonicmoe_triton"][-3:] == ["90", "%", "100.0"] and "unstable" in text
 
 
 def test_projected(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from harness import store
 from harness.errors import UserError
 from harness.record import utc_now
 from harness.registry import default_registry
-from harness.training import checkpoints, data, log, loop, pairs, rows
+from harness.training import checkpoints, data, log, pairs, profiled, rows
 from harness.training.config import load_config
 from harness.training.model import Transformer
 
@@ -284,7 +284,7 @@ def test_a_corpus_that_ends_with_the_run_costs_no_row(tmp_path: Path, monkeypatc
         return batches(self, step)
 
     monkeypatch.setattr(data.PythonText, "batches", ends)
-    monkeypatch.setattr(loop.Trainer, "communicates", lambda _: True)
+    monkeypatch.setattr(profiled, "communicates", lambda _: True)
     train(tmp_path, steps=5, checkpoint_every=0)
     [row], problems = store.read(tmp_path / "training.jsonl")
     assert not problems and row["status"] == "ok" and "communication" not in row["training"]

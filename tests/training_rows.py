@@ -31,9 +31,11 @@ def step(
     peak: int = 100 * 2**30,
     communication: tuple[float, float] | None = None,
     validation_loss: float | None = None,
+    busy: float | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A measured step, ``slower`` times as long as ours; with a ``validation_loss`` a run for its losses alone."""
+    """A measured step, ``slower`` times as long as ours, of which the GPU is ``busy`` for that share; with a
+    ``validation_loss`` a run for its losses alone."""
     config = load_config(configuration, {"steps": 11, **changes})
     base = {**_base(config, world), "measured_on": "cuda"}
     base["environment"] = {**base["environment"], "gpu": gpu, "measured_on": "cuda"}
@@ -41,30 +43,30 @@ def step(
     median = 1e3 * micro_batch * config.micro_batches / world
     times = [median * (1 + 0.002 * (i - 4)) for i in range(9)]
     losses = 5.4321, validation_loss
+    its = None if validation_loss else times
+    at_work = [] if busy is None else [busy * median * (1 + 0.01 * i) for i in (-1, 0, 1)]
     return _checked(
-        rows.measured_row(
-            base, config, world, None if validation_loss else times, *losses, peak, [], None, unstable, communication
-        )
+        rows.measured_row(base, config, world, its, *losses, peak, [], None, unstable, communication, at_work)
     )
 
 
 def failed(status: str, reason: str, configuration: str = "7B", **changes: Any) -> dict[str, Any]:
     measured = step(configuration, **changes)
-    numbers = ("latency_ms", "training", "memory_bytes", "notes")
+    numbers = ("latency_ms", "busy_ms", "training", "memory_bytes", "notes")
     row = {key: value for key, value in measured.items() if key not in numbers}
     return _checked(rows.failed_row(row, status, reason))
 
 
 def in_turns(
-    numerator: dict[str, Any], denominator: dict[str, Any], value: float, apart: float = 0.004
+    numerator: dict[str, Any], denominator: dict[str, Any], value: float, apart: float = 0.004, busy: bool = False
 ) -> dict[str, Any]:
-    """The ratio row of two steps' rows."""
+    """The ratio row of two steps' rows, by the wall clock or of ``busy`` times."""
     config = load_config("7B")
     sides = [config, config]
     for i, row in enumerate((numerator, denominator)):
         sides[i] = load_config("7B", {"routing": row["routing"]["method"]})
     times = [(value * (1 + apart * (i - 2.5)), 1.0) for i in range(6)]
-    return _checked(pairs._ratio_row([numerator, denominator], (sides[0], sides[1]), times))
+    return _checked(pairs._ratio_row([numerator, denominator], (sides[0], sides[1]), times, busy))
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def step_ratio(configuration: str, numerator: str | None, arm: str, beside: str 
             return (
                 row["record"] == "ratio"
                 and row["operation"] == "training_step"
+                # The paper's rates are of whole steps, whatever the GPU is busy with.
+                and row["time_kind"] == "host"
                 and asked(row["variant"]).configuration == wanted
                 and not row.get("denominator_variant")
                 and (row["numerator"], row["denominator"]) == (other, plugin)

@@ -152,11 +152,12 @@ def latest(rows: Iterable[Stored], key: Callable[[Stored], str] = point_key) -> 
 
 def times(stored: Stored) -> dict[str, tuple[float, float, float]]:
     """The row's times in ms by kind: the median with its interval. Device times of different basis are two kinds:
-    a graph's replay holds the gaps between kernels, their busy time does not."""
+    a graph's replay holds the gaps between kernels, their busy time does not. A training step's is the wall clock:
+    what else is in it than kernels belongs to it."""
     found = {}
     for kind, field in (("device", "device_ms"), ("busy", "busy_ms"), ("host", "latency_ms")):
         summary = stored.get(field)
-        if summary:
+        if summary and (kind == "host" or stored.row["operation"] != OPERATION):
             name = f"device, {summary['basis']}" if kind == "device" else kind
             low, high = summary["ci95"]
             found[name] = (float(summary["median"]), float(low), float(high))

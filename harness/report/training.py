@@ -13,7 +13,7 @@ from harness.report.tables import Cell, Column, Number, Table
 from harness.report.text import NONE
 from harness.training import projection
 from harness.training.config import load_config
-from harness.training.rows import OPERATION, asked
+from harness.training.rows import OPERATION, asked, busy_share
 
 #: Anchors of the tables.
 NAME, RATIOS, PROJECTION = "training", "training-ratios", "training-projection"
@@ -21,7 +21,7 @@ NAME, RATIOS, PROJECTION = "training", "training-ratios", "training-projection"
 TERMINAL = {
     NAME: (
         ("GPU", "configuration", "layers", "a step", "GPUs"),
-        ("implementation", "routing", "B/day a GPU", "MFU", "peak GiB", "status"),
+        ("implementation", "routing", "B/day a GPU", "MFU", "busy", "peak GiB"),
     ),
     RATIOS: (
         ("GPU", "configuration", "layers", "a step", "GPUs"),
@@ -32,6 +32,8 @@ TERMINAL = {
         ("GPUs", "sharded over", "B tokens/day", "nothing hidden – all hidden", "paper, H100", "exposed"),
     ),
 }
+#: What a ratio's times are.
+WALL, BUSY = "wall clock", "GPU busy"
 #: Of a column above the lines whose cell does not speak for itself, what it reads.
 _SAID = {
     "layers": "{} layers",
@@ -113,11 +115,13 @@ def rates(measured: Sequence[Stored]) -> Table:
     for stored in measured:
         mfu, rate, validation = (stored.get("training", name) for name in ("mfu", "tokens_per_s", "validation_loss"))
         busy, exposed = (stored.get("training", name) for name in ("communication", "exposed_communication"))
+        at_work = busy_share(stored.row)
         peak, seed = stored.get("memory_bytes", "peak"), stored.get("routing", "seed")
         lines.append((
             *_what(stored), stored.text("implementation"), stored.routing,
             Number(rate, NONE if rate is None else f"{rate:,.0f}"), _rate(stored),
             Number(mfu, NONE if mfu is None else f"{100 * mfu:.1f} %"),
+            Number(at_work, NONE if at_work is None else f"{100 * at_work:.0f} %"),
             Number(peak, NONE if peak is None else f"{peak / tables.GIB:.1f}"), _gpus(stored),
             Number(exposed, NONE if exposed is None else f"{100 * busy:.1f} % ({100 * exposed:.1f} %)"),
             stored.text("status"), Number(seed, text.plain(seed)), Number(validation, text.number(validation)),
@@ -127,12 +131,14 @@ def rates(measured: Sequence[Stored]) -> Table:
         NAME, "Training",
         "Whole steps of a model, wall clock: data, forward, backward, clipping, optimiser; the latest row of each, "
         "with the 95 % interval of the median. B/day: billion tokens a day. MFU: model FLOPs over the datasheet's "
-        "peak; recomputation does not count. Peak: the most allocated on any GPU, weights and optimiser included. "
-        "Communication: the share of a step in which it runs, and in which nothing else does. Two rows are of two "
-        "moments: how much faster one is than the other, the ratios below say.",
+        "peak; recomputation does not count. Busy: the share of a step in which some kernel runs on the GPU, by the "
+        "profiler; in the rest the GPU waits for the host. Peak: the most allocated on any GPU, weights and optimiser "
+        "included. Communication: the share of a step in which it runs, and in which nothing else does. Two rows are "
+        "of two moments: how much faster one is than the other, the ratios below say.",
         (*_WHAT, Column("implementation", filter=True), Column("routing", filter=True),
          Column("tokens/s", "number"), Column("B/day a GPU", "number"), Column("MFU", "number"),
-         Column("peak GiB", "number"), Column("GPUs", "number"), Column("communication (exposed)", "number"),
+         Column("busy", "number"), Column("peak GiB", "number"), Column("GPUs", "number"),
+         Column("communication (exposed)", "number"),
          Column("status", filter=True), Column("seed", "number"), Column("validation loss", "number"),
          *tables.ORIGIN),
         tuple(lines), "No training steps by themselves.",
@@ -145,7 +151,12 @@ def grouped(table: Table, rows: Sequence[Sequence[Cell]]) -> dict[str, list[list
     found: dict[str, list[list[str]]] = {}
     for row in rows:
         cells = dict(zip((column.title for column in table.columns), map(tables.cell_text, row), strict=True))
-        cells["numerator / denominator"] = f"{cells.get('numerator')} / {cells.get('denominator')}"
+        by = f", {BUSY}" if cells.get("time") == BUSY else ""
+        cells["numerator / denominator"] = f"{cells.get('numerator')} / {cells.get('denominator')}{by}"
+        if table.name == NAME and cells["status"] not in ("", "ok"):
+            # Words in the place of a number that is not there need no column of their own.
+            rate = cells["B/day a GPU"]
+            cells["B/day a GPU"] = cells["status"] if rate == NONE else f"{rate} {cells['status']}"
         parts = [_SAID.get(title, "{}").format(cells[title]) for title in above if cells[title] not in ("", NONE)]
         found.setdefault(", ".join(parts), []).append([cells[title] for title in each])
     return found
@@ -174,6 +185,7 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
         value, samples, (low, high) = stored.get("value"), stored.get("samples"), stored.get("ci95") or (None, None)
         lines.append((
             *_sides(stored), stored.text("numerator"), stored.text("denominator"), routing,
+            BUSY if stored.text("time_kind") == "busy" else WALL,
             Number(value, text.with_interval(value, low, high)),
             Number(claim.paper, text.in_unit(claim.paper, claim.unit)) if claim else Number(None, NONE),
             stored.text("status"), Number(samples, text.plain(samples) or NONE), *tables.origin(stored),
@@ -182,10 +194,11 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
         RATIOS, "Training: ratios",
         "The numerator's time of a step over the denominator's: above 1 the denominator is faster. Both train in one "
         "process, in rounds: some steps of the one, then of the other, in random order. Of one GPU over several, each "
-        "with as many micro-batches, it is the efficiency of scaling. Beside it the paper's number, where one of its "
-        "claims rests on the row.",
+        "with as many micro-batches, it is the efficiency of scaling. Time: the wall clock, which is what training "
+        "takes, or of the same rounds the time in which the GPU is busy. Beside it the paper's number, where one of "
+        "its claims rests on the row.",
         (*_WHAT, Column("GPUs", "number"), Column("numerator", filter=True), Column("denominator", filter=True),
-         Column("routing"), Column("ratio", "number"), Column("paper, H100", "number"),
+         Column("routing"), Column("time", filter=True), Column("ratio", "number"), Column("paper, H100", "number"),
          Column("status", filter=True), Column("rounds", "number"), *tables.ORIGIN),
         tuple(lines), "Nothing was compared in turns: moebench train 7B --against scattermoe",
     )  # fmt: skip

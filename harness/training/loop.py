@@ -24,10 +24,9 @@ from harness.compilation import CompilationCounter, watch_triton
 from harness.environment import GpuMonitor
 from harness.errors import UserError
 from harness.interface import Implementation
-from harness.profiling import communication_shares, kernels_in_windows, profile, window
 from harness.registry import load_registry
 from harness.timing import clock_fields
-from harness.training import checkpoints, rows
+from harness.training import checkpoints, profiled, rows
 from harness.training import log as curves
 from harness.training.config import Config, difference
 from harness.training.costs import utilisation
@@ -52,11 +51,15 @@ class Times:
         step_ms: wall clock.
         states: the GPU's clock and power after each of them.
         compiled: compilations meanwhile.
+        busy_ms: the GPU's busy time of further steps, under the profiler.
+        notes: what could not be measured.
     """
 
     step_ms: list[float] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
     compiled: int = 0
+    busy_ms: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Trainer:
@@ -176,55 +179,6 @@ class Trainer:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.place.group)
         return int(most)
 
-    def communication(self, number: int) -> tuple[float, float] | None:
-        """Two more steps under the profiler: the second's share with communication and with exposed communication
-        (`communication_shares`), mean over the processes, each of which calls it. None where there is none to measure
-        (`communicates`), where the corpus has ended, and where a profiler lost something.
-
-        Args:
-            number: of the first of them.
-        """
-        place, order = self.place, list[str]()
-        if not self.communicates():
-            return None
-        batches = self._read_ahead(number)
-        if batches is None:
-            self.notes.append("communication was not measured: the corpus could not be read any further")
-            return None
-
-        def steps() -> None:
-            # The profilers of the processes begin at different times: in the first step one waits for the other.
-            self.step(number, counts=False, batches=batches[0])
-            with window("step", order):
-                self.step(number + 1, counts=False, batches=batches[1])
-
-        events = profile(steps)
-        try:
-            shares = communication_shares(kernels_in_windows(events, order)["step"])
-        except RuntimeError as error:
-            shares = None
-            self.notes.append(f"communication was not measured: {error}")
-        # Not a number, where one process has none, is none of all.
-        sums = torch.tensor(shares or (math.nan, math.nan), device=place.device, dtype=torch.float64)
-        dist.all_reduce(sums, group=place.group)
-        share, exposed = (sums / place.world).tolist()
-        return None if math.isnan(share) else (share, exposed)
-
-    def communicates(self) -> bool:
-        """Whether a profiler sees communication: of several processes on GPUs."""
-        return self.place.world > 1 and self.place.device.type == "cuda"
-
-    def _read_ahead(self, number: int) -> list[list[Tensor]] | None:
-        """This process' micro-batches of two steps from ``number`` on; None on every process, each of which calls it,
-        where one cannot read them: a stream may end, and its connection break, once the run itself is done."""
-        try:
-            found = [list(self.corpus.batches(number + i)) for i in range(2)]
-        except Exception:
-            found = []
-        lacking = torch.tensor(float(not found), device=self.place.device)
-        dist.all_reduce(lacking, op=dist.ReduceOp.MAX, group=self.place.group)
-        return None if lacking else found
-
     def row(
         self,
         base: Mapping[str, Any],
@@ -237,10 +191,19 @@ class Trainer:
         times = self.times
         during = clock_fields(times.states) if times.states else None
         unstable = f"{times.compiled} compilations happened while timing" if times.compiled else ""
-        losses, world = (loss, validation_loss), self.place.world
-        step_ms = None if self.losses_only else times.step_ms
         return rows.measured_row(
-            base, self.config, world, step_ms, *losses, peak_bytes, self.notes, during, unstable, communication
+            base,
+            self.config,
+            self.place.world,
+            None if self.losses_only else times.step_ms,
+            loss,
+            validation_loss,
+            peak_bytes,
+            [*self.notes, *dict.fromkeys(times.notes)],
+            during,
+            unstable,
+            communication,
+            times.busy_ms,
         )
 
     def _check_gradients(self) -> None:
@@ -319,7 +282,8 @@ def train(
             peak = trainer.peak_bytes()
             # The model is saved by now, and these steps are in no curve.
             timed = trainer.times.step_ms and not losses_only
-            communication = trainer.communication(config.steps) if timed else None
+            communication = profiled.communication(trainer, config.steps) if timed else None
+            trainer.times.busy_ms = profiled.busy_ms(trainer, config.steps) if timed else []
             if first and (timed or (losses_only and line)):
                 row = trainer.row(base, line["loss"], validation_loss, peak, communication)
                 out.print(
@@ -440,6 +404,8 @@ def _rates(row: Mapping[str, Any], place: Place) -> str:
     said = f"{row['label']}: {numbers['tokens_per_s']:,.0f} tokens/s"
     if place.device.type == "cuda":
         said += f", {numbers['tokens_per_day_per_gpu'] / 1e9:.3g} B tokens/day/GPU"
+    busy = rows.busy_share(row)
+    said += "" if busy is None else f", GPU busy {100 * busy:.0f} % of the step"
     return said + say_communication(row)
 
 

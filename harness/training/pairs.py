@@ -9,6 +9,10 @@ The two are steps of two implementations, or of two routings; or, where several 
 and of all together, with the same micro-batches on each GPU. Alone, all processes compute at the same time and none
 waits for another. A round's time is that of the slowest process, for which a step together waits. So time alone / time
 together is the efficiency of scaling: 1 where communication and waiting cost nothing.
+
+Steps of small kernels are bound by the host that launches them, and then the wall clock says nothing of what the GPU
+does. So one process on a GPU profiles a few more steps after those of each turn (`harness/training/profiled.py`), and
+the busy times of the two sides give a second ratio.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from harness.record import utc_now
 from harness.registry import load_registry
 from harness.statistics import ratio_interval
 from harness.timing import pair_order
-from harness.training import rows
+from harness.training import profiled, rows
 from harness.training.config import Config
 from harness.training.data import open_corpus
 from harness.training.experts import point_of
@@ -69,7 +73,8 @@ def compare(
     timeout_s: float,
 ) -> None:
     """Write a ratio row, time of ``other``'s step over ``config``'s (above 1: ``config`` is faster), and a measurement
-    row of each. The two may differ in implementation and routing.
+    row of each; a second ratio row of busy times, where every turn gave them. The two may differ in implementation and
+    routing.
 
     Args:
         other: None: ``config``'s, on each process alone, so that the ratio is the efficiency of scaling.
@@ -97,29 +102,44 @@ def compare(
             sides = _alone(together, timeout_s), replace(together, name=f"{place.world} processes together")
         bases = [rows.base_row(side.config, side.plugin, side.place.world, device) for side in sides]
         measured: list[dict[str, Any]] = [{}, {}]
-        pairs = []
+        pairs: list[tuple[float, float]] = []
+        busy_pairs: list[tuple[float, float]] = []
         times = Times(), Times()
         for turn, first in enumerate(pair_order(rounds, config.seed)):
             medians = [0.0, 0.0]
+            busy: list[float | None] = [None, None]
             for i in (first, 1 - first):
                 with failures(bases[i], rows_folder, place):
-                    medians[i], measured[i] = _turn(sides[i], bases[i], times[i], place, turn + 1 == rounds)
+                    medians[i], busy[i], measured[i] = _turn(sides[i], bases[i], times[i], place, turn + 1 == rounds)
             pairs.append((medians[0], medians[1]))
+            if busy[0] is not None and busy[1] is not None:
+                busy_pairs.append((busy[0], busy[1]))
             if environment_rank() == 0:
                 said = " against ".join(f"{side.name} {ms:,.1f} ms" for side, ms in zip(sides, medians, strict=True))
                 out.print(f"round {turn + 1}/{rounds}: {said}", highlight=False)
         if environment_rank() == 0:
             for row in measured:
                 rows.append(rows_folder, row)
-            row = _ratio_row(measured, (sides[0].config, sides[1].config), pairs)
+            configs = sides[0].config, sides[1].config
+            row = _ratio_row(measured, configs, pairs)
             low, high = row["ci95"]
             path = rows.append(rows_folder, row)
             what = f"efficiency of {place.world} processes " if other is None else ""
-            numbers = f"{what}{row['value']:.3f} [{low:.3f}, {high:.3f}]{say_communication(measured[1])}"
-            out.print(f"{numbers}; rows in {path}", highlight=False, soft_wrap=True)
+            said = f"{what}{_number(row)}{say_communication(measured[1])}"
+            if len(busy_pairs) == rounds:
+                row = _ratio_row(measured, configs, busy_pairs, busy=True)
+                rows.append(rows_folder, row)
+                shares = [f"{100 * share:.0f} %" for share in map(rows.busy_share, measured) if share is not None]
+                said += f"; busy times of the GPU {_number(row)}, busy {' and '.join(shares)} of the step"
+            out.print(f"{said}; rows in {path}", highlight=False, soft_wrap=True)
             doubt = _doubt(config, other, low, high)
             if doubt:
                 out.print(f"[yellow]{doubt}[/]", highlight=False, soft_wrap=True)
+
+
+def _number(row: Mapping[str, Any]) -> str:
+    low, high = row["ci95"]
+    return f"{row['value']:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _doubt(config: Config, other: Config | None, low: float, high: float) -> str:
@@ -152,7 +172,7 @@ def _alone(together: Side, timeout_s: float) -> Side:
 
 def _turn(
     side: Side, base: Mapping[str, Any], times: Times, everyone: Place, last: bool
-) -> tuple[float, dict[str, Any]]:
+) -> tuple[float, float | None, dict[str, Any]]:
     """Build one side's model and take its steps, on every process at the same time.
 
     Args:
@@ -160,7 +180,8 @@ def _turn(
         last: profile the communication too.
 
     Returns:
-        The slowest process' median step in ms, and the row of all rounds so far.
+        The slowest process' median step in ms, the GPU's busy time of one (None: not measured), and the row of all
+        rounds so far.
     """
     cuda = everyone.device.type == "cuda"
     if cuda:
@@ -175,22 +196,28 @@ def _turn(
     times.step_ms += slowest["times"].step_ms
     times.states += slowest["times"].states
     times.compiled += sum(its["times"].compiled for its in every)
-    communication = trainer.communication(WARM_UP + STEPS) if last else None
     trainer.times = times
+    busy_ms = profiled.busy_ms(trainer, WARM_UP + STEPS)
+    times.busy_ms += busy_ms
+    communication = profiled.communication(trainer, WARM_UP + STEPS) if last else None
     peak = max(its["peak"] for its in every) if cuda else None
     row = trainer.row(base, slowest["loss"], None, peak, communication)
     del trainer
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-    return statistics.median(slowest["times"].step_ms), row
+    return statistics.median(slowest["times"].step_ms), statistics.median(busy_ms) if busy_ms else None, row
 
 
 def _ratio_row(
-    measured: list[dict[str, Any]], sides: tuple[Config, Config], pairs: list[tuple[float, float]]
+    measured: list[dict[str, Any]], sides: tuple[Config, Config], pairs: list[tuple[float, float]], busy: bool = False
 ) -> dict[str, Any]:
-    """The ratio of the two sides' rows; what it shares with them is the numerator's."""
-    only = ("implementation", "label", "latency_ms", "training", "memory_bytes", "reason", "status", "notes")
+    """The ratio of the two sides' rows; what it shares with them is the numerator's.
+
+    Args:
+        pairs: of each round the two times, of ``busy`` ones or by the wall clock.
+    """
+    only = ("implementation", "label", "latency_ms", "busy_ms", "training", "memory_bytes", "reason", "status", "notes")
     row: dict[str, Any] = {key: value for key, value in measured[0].items() if key not in only}
     for name, side in zip(("numerator", "denominator"), measured, strict=True):
         row |= {name: side["implementation"], f"{name}_label": side["label"]}
@@ -201,6 +228,8 @@ def _ratio_row(
         row["denominator_variant"] = measured[1]["variant"]
     row["environment"] = _both(measured)
     row |= {"record": "ratio", "time_kind": "host", "timestamp": utc_now(), "status": "ok", "reason": ""}
+    if busy:
+        row |= {"time_kind": "busy", "basis": "busy", "basis_reason": "a whole training step is no graph"}
     reasons = [side["reason"] for side in measured if side["status"] != "ok"]
     if reasons:
         row |= {"status": "unstable", "reason": "; ".join(dict.fromkeys(reasons))}

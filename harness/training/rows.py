@@ -15,7 +15,7 @@ from harness.environment import environment
 from harness.interface import Implementation, LayerSpec, RoutingSpec
 from harness.record import SCHEMA_VERSION, utc_now
 from harness.registry import code_hash
-from harness.statistics import summarise
+from harness.statistics import interval_only, summarise
 from harness.training.config import Config, sharded_over
 from harness.training.costs import utilisation
 
@@ -108,6 +108,7 @@ def measured_row(
     during: Mapping[str, Any] | None,
     unstable: str = "",
     communication: tuple[float, float] | None = None,
+    busy_ms: Sequence[float] = (),
 ) -> dict[str, Any]:
     """The row of a run's steps.
 
@@ -119,6 +120,7 @@ def measured_row(
         during: the GPU's clock and power meanwhile.
         unstable: why the numbers are not to be trusted, if so.
         communication: the step's share with communication, and with nothing else; None: not profiled.
+        busy_ms: of profiled steps; empty: none were.
     """
     machine = dict(base["environment"])
     row = {**base, "timestamp": utc_now(), "status": "ok", "reason": "", "notes": list(notes)}
@@ -130,6 +132,8 @@ def measured_row(
         times = {**summarise(step_ms), "mode": SUSTAINED}
         tokens_per_s = config.step_tokens / times["median"] * 1e3
         row["latency_ms"] = times
+        if busy_ms:
+            row["busy_ms"] = interval_only(busy_ms)
     training: dict[str, Any] = {
         "tokens_per_s": tokens_per_s,
         "tokens_per_day_per_gpu": tokens_per_s and tokens_per_s * 86_400 / world,
@@ -150,6 +154,13 @@ def measured_row(
     if unstable:
         row |= {"status": "unstable", "reason": unstable}
     return row
+
+
+def busy_share(row: Mapping[str, Any]) -> float | None:
+    """The GPU's busy time of a profiled step over the wall clock of one that was not; None where it was not measured.
+    A little above 1 is possible: kernels may take longer under the profiler."""
+    busy, latency = row.get("busy_ms"), row.get("latency_ms")
+    return float(busy["median"] / latency["median"]) if busy and latency else None
 
 
 def failed_row(base: Mapping[str, Any], status: str, reason: str) -> dict[str, Any]:

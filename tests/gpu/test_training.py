@@ -16,7 +16,7 @@ from training_runs import train_together
 from harness import store
 from harness.errors import UserError
 from harness.registry import default_registry
-from harness.training import log, loop, model
+from harness.training import log, loop, model, pairs, profiled
 from harness.training.config import Config, load_config
 from harness.training.experts import point_of
 
@@ -105,15 +105,27 @@ def test_two_processes_learn_as_one(name: str, shard: int, tmp_path: Path) -> No
     assert not problems and "communication" not in row["training"]
 
 
+def test_busy_times_of_a_pair_on_one_gpu(tmp_path: Path) -> None:
+    ours, other = small(implementation="sonicmoe_triton"), small(implementation="torch_loop")
+    out = Console(file=io.StringIO())
+    pairs.compare(out, ours, other, device="cuda", rows_folder=tmp_path, rounds=2, timeout_s=60.0)
+    found, problems = store.read(tmp_path / "training.jsonl")
+    assert not problems and [row.get("time_kind") for row in found] == [None, None, "host", "busy"]
+    for row in found[:2]:
+        assert row["busy_ms"]["samples"] == 2 * profiled.STEPS
+        assert 0 < row["busy_ms"]["median"] <= row["latency_ms"]["median"]
+
+
 @two_gpus
 def test_efficiency_of_two_processes(tmp_path: Path) -> None:
     codes, said = train_together(
         tmp_path, device="cuda", against="alone", rounds=2, implementation="sonicmoe_triton", **SMALL
     )
     assert codes == [0, 0], said
-    rows, problems = store.read(tmp_path / "training.jsonl")
-    assert not problems and [row["record"] for row in rows] == ["measurement", "measurement", "ratio"]
-    alone, together, ratio = rows
+    found, problems = store.read(tmp_path / "training.jsonl")
+    assert not problems and [row["record"] for row in found] == ["measurement", "measurement", "ratio"]
+    alone, together, ratio = found
+    assert not any("busy_ms" in row for row in found)
     assert [row["training"]["world_size"] for row in (alone, together)] == [1, 2]
     assert communicates(together) and "communication" not in alone["training"]
     assert (ratio["variant"], ratio["denominator_variant"]) == (alone["variant"], together["variant"])
