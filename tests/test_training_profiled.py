@@ -18,7 +18,7 @@ from training_runs import train
 from harness import store
 from harness.errors import UserError
 from harness.record import Row
-from harness.training import data, log, loop, profiled, rows
+from harness.training import data, log, loop, pairs, profiled, rows
 from harness.training.processes import Place
 
 CommandLine = Callable[..., tuple[int, str, str]]
@@ -175,17 +175,32 @@ def test_a_corpus_that_ends_with_the_run(
 def test_a_ratio_of_busy_times(
     command_line: CommandLine, tmp_path: Path, profiles: Callable[[Turns], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other's over this one's, of each round's medians: above 1 this one is faster."""
+    """The other's over this one's, of each round's medians: above 1 this one is faster. A profiler that has run may
+    slow down what is launched after it: nothing is timed then."""
     profiles([])
-    of = {"torch_loop": iter(([3.0, 9.0, 2.9], [4.0, 0.4, 4.1])), "sonicmoe_torch": iter((BUSY, BUSY))}
-    monkeypatch.setattr(profiled, "busy_ms", lambda trainer, _: next(of[trainer.plugin.name]))
+    others = iter(([3.0, 9.0, 2.9], [4.0, 0.4, 4.1], [3.5, 3.5, 3.5]))
+    of = {"torch_loop": others, "sonicmoe_torch": iter([BUSY] * pairs.BUSY_ROUNDS)}
+    steps: list[bool | None] = []
+    step = loop.Trainer.step
+
+    def recorded(trainer: loop.Trainer, number: int, counts: bool = True, **more: Any) -> dict[str, Any]:
+        steps.append(counts)
+        return step(trainer, number, counts, **more)
+
+    def busy_ms(trainer: loop.Trainer, number: int) -> list[float]:
+        steps.append(None)
+        return next(of[trainer.plugin.name])
+
+    monkeypatch.setattr(loop.Trainer, "step", recorded)
+    monkeypatch.setattr(profiled, "busy_ms", busy_ms)
     found, said = in_turns(command_line, tmp_path)
+    assert steps.count(True) == 2 * 2 * pairs.STEPS and True not in steps[steps.index(None) :]
     other, ours, wall, busy = found
-    assert [row["busy_ms"]["samples"] for row in (other, ours)] == [6, 6]
+    assert [row["busy_ms"]["samples"] for row in (other, ours)] == [9, 9]
     assert (other["busy_ms"]["median"], ours["busy_ms"]["median"]) == (3.5, 2.0)
     assert [row["time_kind"] for row in (wall, busy)] == ["host", "busy"] and "basis" not in wall
     assert (busy["numerator"], busy["denominator"], busy["basis"]) == ("torch_loop", "sonicmoe_torch", "busy")
-    assert (busy["value"], busy["ci95"], busy["samples"]) == (1.75, [1.5, 2.0], 2)
+    assert (busy["value"], busy["ci95"], busy["samples"]) == (1.75, [1.5, 2.0], 3)
     assert not {"busy_ms", "latency_ms", "training"} & (set(wall) | set(busy))
     assert len(store.latest(found)) == 4
     shares = [f"{100 * row['busy_ms']['median'] / row['latency_ms']['median']:.0f} %" for row in (other, ours)]
@@ -196,13 +211,13 @@ def test_a_ratio_of_busy_times(
 def test_no_ratio_of_busy_times_where_a_turn_has_none(
     command_line: CommandLine, tmp_path: Path, profiles: Callable[[Turns], None]
 ) -> None:
-    profiles([BUSY, LOST, BUSY, BUSY])
+    profiles([BUSY, LOST, BUSY, BUSY, BUSY, BUSY])
     found, said = in_turns(command_line, tmp_path)
     assert [row["record"] for row in found] == ["measurement", "measurement", "ratio"]
     assert found[2]["time_kind"] == "host" and "busy times" not in said
     # What the other turns found stays, with a note beside it.
     fewer, more = sorted(found[:2], key=lambda row: row["busy_ms"]["samples"])
-    assert (fewer["busy_ms"]["samples"], more["busy_ms"]["samples"]) == (3, 6)
+    assert (fewer["busy_ms"]["samples"], more["busy_ms"]["samples"]) == (6, 9)
     assert [any(note.startswith("busy times were not measured") for note in row["notes"]) for row in (fewer, more)] == [
         True, False
     ]  # fmt: skip

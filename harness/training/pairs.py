@@ -11,18 +11,19 @@ waits for another. A round's time is that of the slowest process, for which a st
 together is the efficiency of scaling: 1 where communication and waiting cost nothing.
 
 Steps of small kernels are bound by the host that launches them, and then the wall clock says nothing of what the GPU
-does. So one process on a GPU profiles a few more steps after those of each turn (`harness/training/profiled.py`), and
-the busy times of the two sides give a second ratio.
+does. So one process on a GPU takes a few more rounds under the profiler (`harness/training/profiled.py`), and the busy
+times of the two sides give a second ratio. They come when all that is timed is over: where a profiler has run, launches
+may take longer from then on.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,9 @@ from harness.training.processes import Place, environment_rank, process_group
 
 #: Of a round, after the warm-up.
 STEPS = 8
+#: Rounds for busy times.
+BUSY_ROUNDS = 3
+_Taken = TypeVar("_Taken")
 
 
 @dataclass(frozen=True)
@@ -103,20 +107,18 @@ def compare(
         bases = [rows.base_row(side.config, side.plugin, side.place.world, device) for side in sides]
         measured: list[dict[str, Any]] = [{}, {}]
         pairs: list[tuple[float, float]] = []
-        busy_pairs: list[tuple[float, float]] = []
         times = Times(), Times()
         for turn, first in enumerate(pair_order(rounds, config.seed)):
             medians = [0.0, 0.0]
-            busy: list[float | None] = [None, None]
             for i in (first, 1 - first):
                 with failures(bases[i], rows_folder, place):
-                    medians[i], busy[i], measured[i] = _turn(sides[i], bases[i], times[i], place, turn + 1 == rounds)
+                    medians[i], measured[i] = _turn(sides[i], bases[i], times[i], place)
             pairs.append((medians[0], medians[1]))
-            if busy[0] is not None and busy[1] is not None:
-                busy_pairs.append((busy[0], busy[1]))
             if environment_rank() == 0:
                 said = " against ".join(f"{side.name} {ms:,.1f} ms" for side, ms in zip(sides, medians, strict=True))
                 out.print(f"round {turn + 1}/{rounds}: {said}", highlight=False)
+        with failures(bases[1], rows_folder, place):
+            busy_pairs = _profile(sides, times, measured, place, config.seed)
         if environment_rank() == 0:
             for row in measured:
                 rows.append(rows_folder, row)
@@ -126,7 +128,7 @@ def compare(
             path = rows.append(rows_folder, row)
             what = f"efficiency of {place.world} processes " if other is None else ""
             said = f"{what}{_number(row)}{say_communication(measured[1])}"
-            if len(busy_pairs) == rounds:
+            if busy_pairs:
                 row = _ratio_row(measured, configs, busy_pairs, busy=True)
                 rows.append(rows_folder, row)
                 shares = [f"{100 * share:.0f} %" for share in map(rows.busy_share, measured) if share is not None]
@@ -170,18 +172,14 @@ def _alone(together: Side, timeout_s: float) -> Side:
     return replace(together, name="each process alone", config=own, place=together.place.alone(timeout_s))
 
 
-def _turn(
-    side: Side, base: Mapping[str, Any], times: Times, everyone: Place, last: bool
-) -> tuple[float, float | None, dict[str, Any]]:
+def _turn(side: Side, base: Mapping[str, Any], times: Times, everyone: Place) -> tuple[float, dict[str, Any]]:
     """Build one side's model and take its steps, on every process at the same time.
 
     Args:
         times: of the earlier rounds; the slowest process' steps are added.
-        last: profile the communication too.
 
     Returns:
-        The slowest process' median step in ms, the GPU's busy time of one (None: not measured), and the row of all
-        rounds so far.
+        The slowest process' median step in ms, and the row of all rounds so far.
     """
     cuda = everyone.device.type == "cuda"
     if cuda:
@@ -197,16 +195,66 @@ def _turn(
     times.states += slowest["times"].states
     times.compiled += sum(its["times"].compiled for its in every)
     trainer.times = times
-    busy_ms = profiled.busy_ms(trainer, WARM_UP + STEPS)
-    times.busy_ms += busy_ms
-    communication = profiled.communication(trainer, WARM_UP + STEPS) if last else None
     peak = max(its["peak"] for its in every) if cuda else None
-    row = trainer.row(base, slowest["loss"], None, peak, communication)
+    row = trainer.row(base, slowest["loss"], None, peak)
     del trainer
+    free(everyone)
+    return statistics.median(slowest["times"].step_ms), row
+
+
+def free(place: Place) -> None:
+    """Give back what the model before held: two do not fit into one GPU's memory."""
     gc.collect()
-    if cuda:
+    if place.device.type == "cuda":
         torch.cuda.empty_cache()
-    return statistics.median(slowest["times"].step_ms), statistics.median(busy_ms) if busy_ms else None, row
+
+
+def _profile(
+    sides: tuple[Side, Side],
+    times: tuple[Times, Times],
+    measured: list[dict[str, Any]],
+    everyone: Place,
+    seed: int,
+) -> list[tuple[float, float]]:
+    """More rounds, which nothing is timed in: busy times, or the share of communication, are added to the rows.
+
+    Returns:
+        Each round's two median busy times in ms; none where a turn gave no busy time.
+    """
+    if not profiled.sees_busy(everyone):
+        for i, side in enumerate(sides):
+            if profiled.communicates(side.place):
+                shares = _more_steps(side, times[i], everyone, profiled.communication)
+                rows.add_profiled(measured[i], shares, (), times[i].notes)
+        return []
+    pairs = []
+    for first in pair_order(BUSY_ROUNDS, seed):
+        busy: list[list[float]] = [[], []]
+        for i in (first, 1 - first):
+            try:
+                busy[i] = _more_steps(sides[i], times[i], everyone, profiled.busy_ms)
+            except (UserError, RuntimeError) as error:
+                # The steps that count are done, and stand.
+                times[i].notes.append(profiled.without_busy(error))
+                free(everyone)
+            times[i].busy_ms += busy[i]
+        if all(busy):
+            pairs.append((statistics.median(busy[0]), statistics.median(busy[1])))
+    for row, its in zip(measured, times, strict=True):
+        rows.add_profiled(row, None, its.busy_ms, its.notes)
+    return pairs if len(pairs) == BUSY_ROUNDS else []
+
+
+def _more_steps(side: Side, times: Times, everyone: Place, take: Callable[[Trainer, int], _Taken]) -> _Taken:
+    """What ``take`` makes of a model after its warm-up, given the number of its next step."""
+    trainer = Trainer(side.config, side.plugin, side.place, open_corpus(side.dealt, everyone.rank, everyone.world))
+    trainer.times = times
+    for number in range(WARM_UP):
+        trainer.step(number, counts=False)
+    found = take(trainer, WARM_UP)
+    del trainer
+    free(everyone)
+    return found
 
 
 def _ratio_row(

@@ -61,9 +61,14 @@ def busy_ms(trainer: Trainer, number: int) -> list[float]:
             raise RuntimeError("the profiler recorded no kernel of a step")
     except (UserError, RuntimeError) as error:
         # The steps that count are done, and stand: running out of memory under the profiler takes nothing from them.
-        trainer.times.notes.append(f"busy times were not measured: {one_line(str(error))[:200]}")
+        trainer.times.notes.append(without_busy(error))
         return []
     return busy
+
+
+def without_busy(error: Exception) -> str:
+    """A row's note in place of a busy time."""
+    return f"busy times were not measured: {one_line(str(error))[:200]}"
 
 
 def communicates(place: Place) -> bool:

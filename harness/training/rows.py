@@ -132,8 +132,6 @@ def measured_row(
         times = {**summarise(step_ms), "mode": SUSTAINED}
         tokens_per_s = config.step_tokens / times["median"] * 1e3
         row["latency_ms"] = times
-        if busy_ms:
-            row["busy_ms"] = interval_only(busy_ms)
     training: dict[str, Any] = {
         "tokens_per_s": tokens_per_s,
         "tokens_per_day_per_gpu": tokens_per_s and tokens_per_s * 86_400 / world,
@@ -144,8 +142,6 @@ def measured_row(
         "loss": loss,
         "validation_loss": validation_loss,
     }
-    if communication is not None:
-        training["communication"], training["exposed_communication"] = communication
     row["training"] = training
     if peak_bytes is not None:
         row["memory_bytes"] = {"peak": peak_bytes}
@@ -153,7 +149,19 @@ def measured_row(
         row["environment"] = {**machine, "during_samples": dict(during)}
     if unstable:
         row |= {"status": "unstable", "reason": unstable}
+    add_profiled(row, communication, busy_ms)
     return row
+
+
+def add_profiled(
+    row: dict[str, Any], communication: tuple[float, float] | None, busy_ms: Sequence[float], notes: Sequence[str] = ()
+) -> None:
+    """What further steps under the profiler came to. Arguments as of `measured_row`; ``notes``: those that are new."""
+    if communication is not None:
+        row["training"]["communication"], row["training"]["exposed_communication"] = communication
+    if busy_ms and "latency_ms" in row:
+        row["busy_ms"] = interval_only(busy_ms)
+    row["notes"] += [note for note in dict.fromkeys(notes) if note not in row["notes"]]
 
 
 def busy_share(row: Mapping[str, Any]) -> float | None:
