@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -37,7 +38,8 @@ def step(
     """A measured step, ``slower`` times as long as ours, of which the GPU is ``busy`` for that share; with a
     ``validation_loss`` a run for its losses alone."""
     config = load_config(configuration, {"steps": 11, **changes})
-    base = {**_base(config, world), "measured_on": "cuda"}
+    # A row of a test's own: one that changes it changes no other.
+    base = {**copy.deepcopy(_base(config, world)), "measured_on": "cuda"}
     base["environment"] = {**base["environment"], "gpu": gpu, "measured_on": "cuda"}
     micro_batch = (BLOCK * (4 / 3 if config.recompute else 1) * config.layers + REST) * slower
     median = 1e3 * micro_batch * config.micro_batches / world
