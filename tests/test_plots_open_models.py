@@ -127,6 +127,15 @@ def test_ratios_stand_below_the_models() -> None:
     text = figure.ratio_text(compared, SHAPES["OLMoE-1B-7B"], {})
     assert text == "SonicMoE / ours 1.11×\nScatterMoE / ours 2.00×"
     assert figure.ratio_text(compared, SHAPES["DeepSeek-V3.2"], {}) == "SonicMoE / ours 1.11×"
+    # Nor is there a line where a row says why; of what else went wrong there is one.
+    for status, line in (("unsupported", ""), ("crashed", "\nScatterMoE / ours crashed")):
+        row = ratio("scattermoe", "sonicmoe_triton", SHAPES["DeepSeek-V3.2"], 2.0, sweep="open_models")
+        row = {
+            key: value for key, value in row.items() if key not in ("value", "ci95", "samples", "basis", "basis_reason")
+        }
+        everything = table.one_gpu([*rows(), {**row, "status": status, "reason": "32-bit offsets"}])
+        compared = {name: figure.ratios(everything, figure.REFERENCE, name) for name in figure.BASELINES}
+        assert figure.ratio_text(compared, SHAPES["DeepSeek-V3.2"], {}) == f"SonicMoE / ours 1.11×{line}"
     assert figure.ratio_text(compared, table.HEADLINE_SHAPE, {}) == ""
 
 

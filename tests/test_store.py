@@ -111,6 +111,8 @@ def test_folder(tmp_path: Path) -> None:
     append(tmp_path / "b" / "rows.jsonl", row(run_id="b"))
     append(tmp_path / "a" / "rows.jsonl", row(run_id="a"))
     (tmp_path / "a" / "notes.txt").write_text("no rows")
+    # Of a layer that is slow on purpose: it belongs into no figure, table or claim.
+    append(tmp_path / "a" / "ci_planted.jsonl", row(run_id="slow"))
     rows, problems = read_folder(tmp_path)
     assert [r["run_id"] for r in rows] == ["a", "b"] and problems == []
 

@@ -4,6 +4,7 @@ none."""
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 Turns = list[list[float] | Exception]
 BUSY = [3.0, 1.0, 2.0]
 LOST = RuntimeError("lost")
+NO_MEMORY = "CUDA out of memory. Tried to allocate 2 GiB"
 
 
 @contextmanager
@@ -193,6 +195,14 @@ def test_a_ratio_of_busy_times(
 
     monkeypatch.setattr(loop.Trainer, "step", recorded)
     monkeypatch.setattr(profiled, "busy_ms", busy_ms)
+    during = {"sm_clock_mhz": None, "power_w": None, "throttle_reasons": []}
+    measured_row = rows.measured_row
+
+    def with_clocks(*arguments: Any) -> dict[str, Any]:
+        row = measured_row(*arguments)
+        return {**row, "environment": {**row["environment"], "during_samples": during}}
+
+    monkeypatch.setattr(rows, "measured_row", with_clocks)
     found, said = in_turns(command_line, tmp_path)
     assert steps.count(True) == 2 * 2 * pairs.STEPS and True not in steps[steps.index(None) :]
     other, ours, wall, busy = found
@@ -202,6 +212,7 @@ def test_a_ratio_of_busy_times(
     assert (busy["numerator"], busy["denominator"], busy["basis"]) == ("torch_loop", "sonicmoe_torch", "busy")
     assert (busy["value"], busy["ci95"], busy["samples"]) == (1.75, [1.5, 2.0], 3)
     assert not {"busy_ms", "latency_ms", "training"} & (set(wall) | set(busy))
+    assert "during_samples" in wall["environment"] and "during_samples" not in busy["environment"]
     assert len(store.latest(found)) == 4
     shares = [f"{100 * row['busy_ms']['median'] / row['latency_ms']['median']:.0f} %" for row in (other, ours)]
     numbers = r"[\d.]+ \[[\d.]+, [\d.]+\]; busy times of the GPU 1\.750 \[1\.500, 2\.000\], busy "
@@ -221,3 +232,52 @@ def test_no_ratio_of_busy_times_where_a_turn_has_none(
     assert [any(note.startswith("busy times were not measured") for note in row["notes"]) for row in (fewer, more)] == [
         True, False
     ]  # fmt: skip
+
+
+def test_a_turn_that_fails_keeps_no_model_and_no_row_from_the_others(
+    command_line: CommandLine, tmp_path: Path, profiles: Callable[[Turns], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models do not fit; and a GPU after an error frees nothing, but what was timed is timed."""
+    profiles([])
+    made: list[weakref.ref[loop.Trainer]] = []
+    left: list[int] = []
+    init = loop.Trainer.__init__
+
+    def remembered(trainer: loop.Trainer, *arguments: Any) -> None:
+        init(trainer, *arguments)
+        made.append(weakref.ref(trainer))
+
+    def fails(trainer: loop.Trainer, number: int) -> list[float]:
+        raise torch.OutOfMemoryError(NO_MEMORY)
+
+    def refuses(place: Place) -> None:
+        left.append(sum(reference() is not None for reference in made))
+        if len(made) > 4:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(loop.Trainer, "__init__", remembered)
+    monkeypatch.setattr(profiled, "busy_ms", fails)
+    monkeypatch.setattr(pairs, "free", refuses)
+    found, _ = in_turns(command_line, tmp_path)
+    assert len(left) == len(made) == 4 + 2 * pairs.BUSY_ROUNDS and set(left) == {0}
+    assert [(row["record"], row["status"]) for row in found] == [
+        ("measurement", "ok"), ("measurement", "ok"), ("ratio", "ok"),
+    ]  # fmt: skip
+    # Six times the same is one note.
+    note = f"busy times were not measured: {NO_MEMORY}"
+    assert [row["notes"].count(note) for row in found[:2]] == [1, 1]
+
+
+def test_communication_that_fails_is_its_own_sides_failure(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(trainer: loop.Trainer, number: int) -> None:
+        raise torch.OutOfMemoryError(NO_MEMORY)
+
+    monkeypatch.setattr(profiled, "communicates", lambda _: True)
+    monkeypatch.setattr(profiled, "communication", fails)
+    arguments = ("tiny", "--against", "torch_loop", "--rounds", 1, "--output", tmp_path, "--device", "cpu")
+    code, _, error = command_line("train", *arguments)
+    assert code == 2 and "out of memory" in error
+    [row] = stored(tmp_path)
+    assert (row["implementation"], row["status"]) == ("torch_loop", "out_of_memory")

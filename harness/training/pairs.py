@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,17 +110,17 @@ def compare(
         measured: list[dict[str, Any]] = [{}, {}]
         pairs: list[tuple[float, float]] = []
         times = Times(), Times()
+        guards = [partial(failures, base, rows_folder, place) for base in bases]
         for turn, first in enumerate(pair_order(rounds, config.seed)):
             medians = [0.0, 0.0]
             for i in (first, 1 - first):
-                with failures(bases[i], rows_folder, place):
+                with guards[i]():
                     medians[i], measured[i] = _turn(sides[i], bases[i], times[i], place)
             pairs.append((medians[0], medians[1]))
             if environment_rank() == 0:
                 said = " against ".join(f"{side.name} {ms:,.1f} ms" for side, ms in zip(sides, medians, strict=True))
                 out.print(f"round {turn + 1}/{rounds}: {said}", highlight=False)
-        with failures(bases[1], rows_folder, place):
-            busy_pairs = _profile(sides, times, measured, place, config.seed)
+        busy_pairs = _profile(sides, times, measured, place, config.seed, guards)
         if environment_rank() == 0:
             for row in measured:
                 rows.append(rows_folder, row)
@@ -215,8 +217,12 @@ def _profile(
     measured: list[dict[str, Any]],
     everyone: Place,
     seed: int,
+    guards: Sequence[Callable[[], AbstractContextManager[None]]],
 ) -> list[tuple[float, float]]:
     """More rounds, which nothing is timed in: busy times, or the share of communication, are added to the rows.
+
+    Args:
+        guards: of each side the block that its turns run in: `failures`, which names it.
 
     Returns:
         Each round's two median busy times in ms; none where a turn gave no busy time.
@@ -224,25 +230,35 @@ def _profile(
     if not profiled.sees_busy(everyone):
         for i, side in enumerate(sides):
             if profiled.communicates(side.place):
-                shares = _more_steps(side, times[i], everyone, profiled.communication)
+                with guards[i]():
+                    shares = _more_steps(side, times[i], everyone, profiled.communication)
                 rows.add_profiled(measured[i], shares, (), times[i].notes)
         return []
     pairs = []
     for first in pair_order(BUSY_ROUNDS, seed):
         busy: list[list[float]] = [[], []]
         for i in (first, 1 - first):
-            try:
-                busy[i] = _more_steps(sides[i], times[i], everyone, profiled.busy_ms)
-            except (UserError, RuntimeError) as error:
-                # The steps that count are done, and stand.
-                times[i].notes.append(profiled.without_busy(error))
-                free(everyone)
+            with guards[i]():
+                busy[i] = _busy_turn(sides[i], times[i], everyone)
             times[i].busy_ms += busy[i]
         if all(busy):
             pairs.append((statistics.median(busy[0]), statistics.median(busy[1])))
     for row, its in zip(measured, times, strict=True):
         rows.add_profiled(row, None, its.busy_ms, its.notes)
     return pairs if len(pairs) == BUSY_ROUNDS else []
+
+
+def _busy_turn(side: Side, times: Times, everyone: Place) -> list[float]:
+    """Busy times in ms of one side's steps; empty, with a note, where something goes wrong: the steps that count are
+    done, and stand."""
+    try:
+        return _more_steps(side, times, everyone, profiled.busy_ms)
+    except (UserError, RuntimeError) as error:
+        times.notes.append(profiled.without_busy(error))
+    # Only here: the traceback held the model. A GPU after an error refuses this too, and the next turn says so.
+    with suppress(RuntimeError):
+        free(everyone)
+    return []
 
 
 def _more_steps(side: Side, times: Times, everyone: Place, take: Callable[[Trainer, int], _Taken]) -> _Taken:
@@ -278,6 +294,8 @@ def _ratio_row(
     row |= {"record": "ratio", "time_kind": "host", "timestamp": utc_now(), "status": "ok", "reason": ""}
     if busy:
         row |= {"time_kind": "busy", "basis": "busy", "basis_reason": "a whole training step is no graph"}
+        # Clocks were read in the rounds before.
+        row["environment"] = {key: value for key, value in row["environment"].items() if key != "during_samples"}
     reasons = [side["reason"] for side in measured if side["status"] != "ok"]
     if reasons:
         row |= {"status": "unstable", "reason": "; ".join(dict.fromkeys(reasons))}
