@@ -83,6 +83,7 @@ from harness.operations import OPERATIONS, DenseBound, MoELayer, RoutedExperts, 
 from harness.record import MODES, PASSES
 from harness.registry import ROOT, Registry, choices
 from harness.shapes import MoEShape
+from harness.store import PLANTED
 from harness.timing import TimingSettings
 from harness.token_rounding import METHODS, MOST_M_TILE, ROUNDINGS, TOP_K
 
@@ -372,6 +373,8 @@ class _Reader:
         # It names the file of the rows, which must lie in the folder asked for.
         if "/" in name or not name.isprintable() or name.startswith("."):
             self.fail("sweep.name", f"{name!r} cannot be a file's name; use letters, digits and underscores")
+        if name.endswith(PLANTED):
+            self.fail("sweep.name", f"{name!r} ends as files of planted slowdowns do, which no report shows; rename it")
         if "description" not in head:
             self.fail("sweep.description", "missing; say in one sentence what the sweep is for")
         description = self._text(head["description"], "sweep.description")

@@ -240,6 +240,10 @@ A_A = '[[ratios]]\nnumerator = "torch_loop"\ndenominator = "torch_loop"\n'
         (BASE + POINTS + 'device = "tpu"\n', "unknown device 'tpu'; choose from cuda, cpu"),
         (BASE + POINTS + 'variants = ["gemm"]\n', "variants: unknown variant 'gemm'"),
         ('[sweep]\nname = "../x"\ndescription = "x"\n' + POINTS, "sweep.name: '../x' cannot be a file's name"),
+        (
+            '[sweep]\nname = "x_planted"\ndescription = "x"\n' + POINTS,
+            "sweep.name: 'x_planted' ends as files of planted",
+        ),
         (BASE + "[defaults]\ntime_limit_s = inf\n" + POINTS, "defaults.time_limit_s: must be a finite number"),
         (BASE + "[defaults]\ntarget_width = nan\n" + POINTS, "defaults.target_width: must be a finite number"),
         (BASE + "[defaults]\nmin_samples = 99\n" + POINTS, "defaults.min_samples: 99 exceeds max_samples = 50"),

@@ -253,7 +253,7 @@ def _busy_turn(side: Side, times: Times, everyone: Place) -> list[float]:
     done, and stand."""
     try:
         return _more_steps(side, times, everyone, profiled.busy_ms)
-    except (UserError, RuntimeError) as error:
+    except Exception as error:
         times.notes.append(profiled.without_busy(error))
     # Only here: the traceback held the model. A GPU after an error refuses this too, and the next turn says so.
     with suppress(RuntimeError):
