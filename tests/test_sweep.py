@@ -242,7 +242,7 @@ A_A = '[[ratios]]\nnumerator = "torch_loop"\ndenominator = "torch_loop"\n'
         ('[sweep]\nname = "../x"\ndescription = "x"\n' + POINTS, "sweep.name: '../x' cannot be a file's name"),
         (
             '[sweep]\nname = "x_planted"\ndescription = "x"\n' + POINTS,
-            "sweep.name: 'x_planted' ends as files of planted",
+            "sweep.name: 'x_planted' ends as files",
         ),
         (BASE + "[defaults]\ntime_limit_s = inf\n" + POINTS, "defaults.time_limit_s: must be a finite number"),
         (BASE + "[defaults]\ntarget_width = nan\n" + POINTS, "defaults.target_width: must be a finite number"),
