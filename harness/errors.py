@@ -75,4 +75,6 @@ def describe(error: BaseException) -> str:
         text = ""
     # What C++ adds to a message is a stack of addresses.
     text = " ".join(printable(text.split("Exception raised from ")[0]).split())
+    # A traceback within a message: where a machine keeps its files tells nobody else anything.
+    text = re.sub(r'File "/[^"]*/([^/"]+/[^/"]+)"', r'File "\1"', text)
     return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__

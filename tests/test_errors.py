@@ -48,6 +48,11 @@ def test_an_exception_is_one_line() -> None:
 
     assert describe(Mute()) == "Mute" and describe(KeyError()) == "KeyError"
     assert describe(ValueError("two\n lines \x1b[31mred")) == "ValueError: two lines red"
+    # Where a machine keeps its files stands in no row.
+    traced = 'from user code:\n  File "/some/where/else/layers/moe.py", line 4, in forward\n    self.mlp(x)'
+    assert describe(TypeError(traced)) == (
+        'TypeError: from user code: File "layers/moe.py", line 4, in forward self.mlp(x)'
+    )
     assert (
         describe(RuntimeError("CUDA error\nException raised from f at x.cpp:1\n#0 0x1")) == "RuntimeError: CUDA error"
     )
