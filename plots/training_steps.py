@@ -76,6 +76,7 @@ def groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         key = what.configuration, -what.layers, what.processes, what.rest, row["shape"], row["dtype"]
         found.setdefault(key, []).append(index)
     titled: dict[str, pd.DataFrame] = {}
+    models: dict[str, str] = {}
     for key in sorted(found):
         its = rows.loc[found[key]]
         if its["tokens_per_day"].notna().any():
@@ -83,15 +84,15 @@ def groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
             gpus = f"{processes} GPU{'s' if processes > 1 else ''}" if processes else ""
             tokens = f"{shape.split(',')[0]} tokens a micro-batch"
             parts = (configuration, f"{-layers} layers" if layers else "", rest, tokens, gpus)
-            titled[", ".join([*filter(None, parts), *([] if dtype == "bfloat16" else [dtype])])] = its
+            title = ", ".join([*filter(None, parts), *([] if dtype == "bfloat16" else [dtype])])
+            titled[title], models[title] = its, configuration
     several = {title: its for title, its in titled.items() if len(_sides(its)) > 1}
     shown = several or titled
     most: dict[str, int] = {}
     for title, its in shown.items():
-        name = title.split(", ")[0]
-        most[name] = max(most.get(name, 0), len(_sides(its)))
+        most[models[title]] = max(most.get(models[title], 0), len(_sides(its)))
     # A model's steps stand together.
-    return dict(sorted(shown.items(), key=lambda item: (-most[item[0].split(", ")[0]], item[0].split(", ")[0])))
+    return {title: shown[title] for title in sorted(shown, key=lambda title: (-most[models[title]], models[title]))}
 
 
 def _routed(rows: pd.DataFrame) -> list[str]:
