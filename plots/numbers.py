@@ -393,7 +393,7 @@ def _training(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
 
 def _step_ratios(rows: pd.DataFrame, configuration: str, labels: dict[str, str]) -> list[tuple[str, str, str]]:
     """Of equal steps: another implementation over ours, and top-K over rounding to the paper's tile; by the wall clock,
-    and, where the same turns gave them, by busy times."""
+    and, where the same run gave them, by busy times."""
     claims = table.claims()
     chosen = rows[
         (rows["record"] == "ratio")
@@ -415,7 +415,7 @@ def _step_ratios(rows: pd.DataFrame, configuration: str, labels: dict[str, str])
         if numerator == OURS:
             text = f"… time of a step by top-K / by rounding to the nearest {row['m_tile']}"
         lines.append((text, _times(claims[claim]["value"]) if claim else "–", _interval(row)))
-        # Written after the ratio by the wall clock; an older one is of other turns.
+        # Written after the ratio by the wall clock; an older one is of another run.
         its = busy[(busy["numerator"] == numerator) & (busy["timestamp"] >= row["timestamp"])]
         if len(its):
             lines.append(("… by the GPU's busy time alone", "–", _interval(its.iloc[-1])))

@@ -195,8 +195,8 @@ def ratios(steps: Sequence[Stored], claims: Sequence[ClaimResult]) -> Table:
         "The numerator's time of a step over the denominator's: above 1 the denominator is faster. Both train in one "
         "process, in rounds: some steps of the one, then of the other, in random order. Of one GPU over several, each "
         "with as many micro-batches, it is the efficiency of scaling. Time: the wall clock, which is what training "
-        "takes, or of the same rounds the time in which the GPU is busy. Beside it the paper's number, where one of "
-        "its claims rests on the row.",
+        "takes, or the time in which the GPU is busy, of the rounds after those. Beside it the paper's number, where "
+        "one of its claims rests on the row.",
         (*_WHAT, Column("GPUs", "number"), Column("numerator", filter=True), Column("denominator", filter=True),
          Column("routing"), Column("time", filter=True), Column("ratio", "number"), Column("paper, H100", "number"),
          Column("status", filter=True), Column("rounds", "number"), *tables.ORIGIN),
