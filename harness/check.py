@@ -19,6 +19,7 @@ from harness.points import point_to_dict
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout
 from harness.registry import choices, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
+from harness.tuners import FIRST_CONFIGURATION
 
 TIME_LIMIT_S = 300.0
 _HEADINGS = ("implementation", "dtype", "routing", "result", "largest relative L2 error")
@@ -118,7 +119,7 @@ def _check_one(
     if not dtype and device == "cuda":
         preferred.reverse()
     failed = 0
-    worker: WorkerProcess | None = None
+    checker = Checker()
     try:
         for operation in plugin.operations:
             for variant in variants_of(plugin, operation):
@@ -138,21 +139,15 @@ def _check_one(
                         lines.add(*cells, *refused)
                         failed += refused[0] == "crashed"
                         continue
-                    if worker is None:
-                        worker = WorkerProcess()
                     with lines.waiting(" ".join(cells)):
-                        passed, keep, *verdict = _verdict(worker, point)
+                        passed, *verdict = checker.verdict(point)
                     lines.add(*cells, *verdict)
                     failed += not passed
-                    if not keep:
-                        worker.close(patience_s=0.0)
-                        worker = None
     except WorkerStartError as error:
         lines.add(plugin.name, "", "", "crashed", str(error))
         failed += 1
     finally:
-        if worker is not None:
-            worker.close(patience_s=1.0)
+        checker.close()
     return failed
 
 
@@ -173,14 +168,45 @@ def ask(worker: WorkerProcess, job: dict[str, Any], wanted: str, limit_s: float)
     return keep and found.get("status") != "crashed", found
 
 
-def _verdict(worker: WorkerProcess, point: Point) -> tuple[bool, bool, str, str]:
-    """Did it pass, is the worker still good, the result, and what a line says of it."""
-    job: dict[str, Any] = {"kind": "check", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
-    keep, found = ask(worker, job, "checked", TIME_LIMIT_S)
-    if found.get("event") == "failed":
-        return False, keep, found["status"], found["reason"]
-    if found.get("reason"):
-        return False, keep, "wrong", found["reason"]
-    errors: dict[str, float] = found["errors"]
-    worst = max(errors, key=lambda name: errors[name])
-    return True, keep, "ok", f"{errors[worst]:.2g} ({worst})"
+class Checker:
+    """Checks points in a worker process, which serves until it is no longer good. Close it."""
+
+    def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._time_limit_s = time_limit_s
+        self._worker: WorkerProcess | None = None
+        self._good = True
+
+    def verdict(self, point: Point) -> tuple[bool, str, str]:
+        """Did the point pass, the result in a word, and what there is to say of it.
+
+        Raises:
+            WorkerStartError: no worker comes up.
+        """
+        passed, result, text = self._ask(point, own_tuning=False)
+        if passed or self._worker is None or not self._worker.untuned:
+            return passed, result, text
+        # Of what its tuners may never choose: a process that has taken nothing yet lets them choose.
+        self.close(patience_s=0.0)
+        first = f"{FIRST_CONFIGURATION}: {result}, {text}"
+        passed, result, text = self._ask(point, own_tuning=True)
+        return passed, result, f"{text}; {first}"
+
+    def close(self, patience_s: float = 1.0) -> None:
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            worker.close(patience_s=patience_s)
+
+    def _ask(self, point: Point, own_tuning: bool) -> tuple[bool, str, str]:
+        if self._worker is None or not self._good:
+            self.close(patience_s=0.0)
+            self._worker = WorkerProcess()
+        asked = {"passes": [], "bases": {}, "settings": {}, "own_tuning": own_tuning}
+        job = {"kind": "check", "point": point_to_dict(point), **asked}
+        self._good, found = ask(self._worker, job, "checked", self._time_limit_s)
+        if found.get("event") == "failed":
+            return False, found["status"], found["reason"]
+        if found.get("reason"):
+            return False, "wrong", found["reason"]
+        errors: dict[str, float] = found["errors"]
+        worst = max(errors, key=lambda name: errors[name])
+        return True, "ok", f"{errors[worst]:.2g} ({worst})"

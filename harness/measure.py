@@ -19,7 +19,7 @@ from harness.environment import GpuMonitor, environment
 from harness.errors import printable
 from harness.gpus import rates_of
 from harness.interface import Implementation, Kernel, Layer, Point, Problem
-from harness.memory import cuda_memory, leak_note, tracked_memory
+from harness.memory import cuda_memory, leak_note, let_autograd_go, tracked_memory
 from harness.operations import get_operation
 from harness.points import row_fields
 from harness.process_state import ProcessState
@@ -143,7 +143,10 @@ def build_and_check(point: Point, implementation: Implementation, context: Conte
     operation = get_operation(point.operation)
     on_cuda = point.device == "cuda"
     release()
-    before = torch.cuda.memory_allocated() if on_cuda else 0
+    before = 0
+    if on_cuda:
+        let_autograd_go()
+        before = torch.cuda.memory_allocated()
     with context.timed("inputs"):
         problem = operation.make_problem(point, point.device)
         before_build = Snapshot(problem, copies=False)
@@ -167,6 +170,7 @@ def build_and_check(point: Point, implementation: Implementation, context: Conte
         release()
         static = 0
         if on_cuda:
+            let_autograd_go()
             grad_bytes = problem.grad_output.untyped_storage().nbytes()
             static = torch.cuda.memory_allocated() - before - grad_bytes
         problems = [problem]

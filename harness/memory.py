@@ -89,6 +89,16 @@ def tracked_memory(layer: Layer, x: Tensor, grad_output: Tensor) -> dict[str, in
     return {"static": static, "held": held, "peak": tracker.peak, "layer": static + held, "left": left}
 
 
+def let_autograd_go() -> None:
+    """Wait until nothing of earlier backwards on this GPU is allocated only because autograd's thread has not come to
+    free it: it refers to the gradients that it has handed out until a little after the caller has them, on a busy
+    machine for long. It begins another backward only after that."""
+    gc.collect()
+    small = torch.zeros(1, device="cuda", requires_grad=True)
+    torch.autograd.grad(small * 2, small)
+    torch.cuda.synchronize()
+
+
 def cuda_memory(layer: Layer, problem: Problem, static: int) -> dict[str, int]:
     """The same from the caching allocator; the layer must be warm (workspaces allocated).
 
@@ -96,8 +106,7 @@ def cuda_memory(layer: Layer, problem: Problem, static: int) -> dict[str, int]:
         static: bytes that the built layer and its input occupy, measured by the caller.
     """
     x = problem.x.detach().requires_grad_()
-    gc.collect()
-    torch.cuda.synchronize()
+    let_autograd_go()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     output = layer.forward(x)
@@ -108,7 +117,7 @@ def cuda_memory(layer: Layer, problem: Problem, static: int) -> dict[str, int]:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     del gradients, output
-    gc.collect()
+    let_autograd_go()
     left = torch.cuda.memory_allocated() - before
     return {"static": static, "held": held, "peak": peak, "layer": static + held, "left": left}
 

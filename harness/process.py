@@ -84,6 +84,8 @@ class WorkerProcess:
         self._selector.register(self._events, selectors.EVENT_READ)
         self._buffer = b""
         self.phase = "start"
+        #: Whether a tuner in it has taken its first configuration untimed (`harness.tuners`), in whichever job.
+        self.untuned = False
         self._served = 0
         self._job_start = 0
         self._oom_kills = oom_kills()
@@ -187,6 +189,9 @@ class WorkerProcess:
         for event in self._read(time.monotonic() + limit_s):
             if event["event"] == "phase":
                 self.phase = event["name"]
+            if event["event"] == "first_configuration":
+                self.untuned = True
+                continue
             # Before the caller has it, who may not come back for more.
             self._served += event["event"] == "done"
             yield event

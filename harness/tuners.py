@@ -2,7 +2,9 @@
 
 Which configuration is fastest tells nothing there, and to compile up to hundreds of them at each new shape takes
 minutes. A result is judged all the same, of that configuration; what a tuner chooses when it may is judged where it is
-timed, for every timed row passes the gate with the choice that it was timed with.
+timed, for every timed row passes the gate with the choice that it was timed with. And nobody is blamed for a
+configuration that its tuner may not choose: where a result is wrong, or a kernel crashes, whoever asked asks again in a
+process that tunes as it always does.
 """
 
 from __future__ import annotations
@@ -10,16 +12,26 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
+#: Precedes what became of a point with what its kernels' tuners took untimed.
+FIRST_CONFIGURATION = "with the first configuration that its tuners offer"
+
 _untimed = False
+_taken: Callable[[], None] | None = None
 
 
-def nothing_is_timed() -> None:
+def nothing_is_timed(taken: Callable[[], None] | None = None) -> None:
     """Say so of this process, for good: what its tuners have taken stays in their memory, so that it must time nothing
-    any more. Triton's tuner is told at once."""
-    global _untimed
-    _untimed = True
+    any more. Triton's tuner is told at once.
+
+    Args:
+        taken: called whenever a tuner takes one of several configurations untimed, before the kernel is used with it;
+            in whatever thread launches the kernel.
+    """
+    global _untimed, _taken
+    _untimed, _taken = True, taken
     take_first("triton.runtime.autotuner")
 
 
@@ -67,6 +79,8 @@ def _first_that_runs(prune: Any) -> Any:
         # An untimed choice must be on no disk: neither tuned runs nor a table of what was tuned may find it there.
         self.cache_results = False
         if len(configs) > 1:
+            if _taken is not None:
+                _taken()
             for config in configs:
                 if _ran(self._bench(*arguments.values(), config=config, **kwargs)):
                     return [config]

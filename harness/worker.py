@@ -1,7 +1,8 @@
 """The worker process: measures jobs for one plugin (two for a ratio) and may die without harm.
 
 It reads one JSON job a line from standard input and writes one JSON event a line to the descriptor it was given:
-``ready``, ``phase``, ``row``, ``done``. Whatever a plugin prints goes to the parent's log file.
+``ready``, ``phase``, ``row``, ``done``, and others where a job asks for no row. Whatever a plugin prints goes to the
+parent's log file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
@@ -42,13 +44,16 @@ class Events:
         os.set_inheritable(descriptor, False)
         self._pipe = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
         self._process = os.getpid()
+        # Of kernels that a backward launches, autograd's thread tells.
+        self._lock = threading.Lock()
 
     def send(self, event: str, **fields: Any) -> None:
         # A plugin's fork that did not end where it should have would go on as a second worker.
         if os.getpid() != self._process:
             os._exit(1)
-        self._pipe.write(json.dumps({"event": event, **fields}) + "\n")
-        self._pipe.flush()
+        with self._lock:
+            self._pipe.write(json.dumps({"event": event, **fields}) + "\n")
+            self._pipe.flush()
 
 
 def die_with_parent() -> None:
@@ -98,8 +103,8 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
     status, reason = "", ""
     rows: Iterator[dict[str, Any]]
     try:
-        if job["kind"] in UNTIMED:
-            nothing_is_timed()
+        if job["kind"] in UNTIMED and not job.get("own_tuning"):
+            nothing_is_timed(lambda: events.send("first_configuration"))
         elif untimed():
             raise RuntimeError("this process holds what tuners took untimed: measure in a fresh one")
         if job["kind"] == "check":

@@ -26,6 +26,7 @@ class StubWorker:
 
     failure = WorkerProcess.failure
     died_before_job = False
+    untuned = False
 
     def __init__(self, environment: dict[str, str] | None = None, stop: threading.Event | None = None) -> None:
         self.environment, self.stop = environment, stop

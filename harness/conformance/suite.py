@@ -24,11 +24,18 @@ from harness.record import SCHEMA_VERSION, new_run_id, utc_now
 from harness.registry import code_hash, installed_reason, refusal
 from harness.runner import FAILED
 from harness.timing import TimingSettings
+from harness.tuners import FIRST_CONFIGURATION
 
 PASS = "forward_backward"
 #: Seconds that a case may take, building included.
 TIME_LIMIT_S = 60.0
-#: The same once `SLOW_CASES` of an implementation's have not finished; the rest is left out after `MOST_TIMEOUTS`.
+#: The same where kernels that tune themselves do so, and compile all that they may choose; not tried any more after
+#: `SLOW_CASES` that have taken longer.
+TUNING_LIMIT_S = 240.0
+#: Statuses that a kernel's tuner may be the reason for.
+OF_A_CHOICE = ("wrong_result", "crashed")
+#: `TIME_LIMIT_S` once `SLOW_CASES` of an implementation's have not finished; the rest is left out after
+#: `MOST_TIMEOUTS`.
 SHORT_LIMIT_S = 20.0
 SLOW_CASES, MOST_TIMEOUTS = 2, 4
 #: Statuses with which one of our own implementations fails the suite.
@@ -45,6 +52,7 @@ class Lane:
     cases: Sequence[Case]
     worker: WorkerProcess | None = None
     timeouts: int = 0
+    slow_tuning: int = 0
 
 
 @dataclass
@@ -191,23 +199,45 @@ class Suite:
             "settings": asdict(TimingSettings()),
             "alone": self.jobs == 1 and case.check != "cold_caches",
         }
-        found = self._race(job, limit_s) if case.check == "cold_caches" else None
-        while found is None:
+
+        def ask(job: dict[str, Any], limit_s: float) -> tuple[Row, bool]:
+            found, untuned = (self._race if case.check == "cold_caches" else partial(self._serve, lane))(job, limit_s)
+            return (without_numbers(*found) if isinstance(found, tuple) else found), untuned
+
+        row, untuned = ask(job, limit_s)
+        lane.timeouts += row["status"] == "timeout"
+        if not untuned or row["status"] not in OF_A_CHOICE:
+            return row
+        # So far a choice that their tuners may never make: what they choose themselves is theirs.
+        tuning_s = max(TUNING_LIMIT_S, self.time_limit_s)
+        if lane.slow_tuning < SLOW_CASES:
+            self._close(lane)
+            tuned, _ = ask(job | {"own_tuning": True}, tuning_s)
+            if tuned["status"] != "timeout":
+                first = f"{FIRST_CONFIGURATION}: {row['status']}, {row['reason'].splitlines()[0]}"
+                return {**tuned, "notes": [*tuned["notes"], f"of its tuners' own choice; {first}"]}
+            lane.slow_tuning += 1
+        note = f"{FIRST_CONFIGURATION}; with their own choice such a case has not ended after {tuning_s:g} s"
+        return {**row, "notes": [*row["notes"], note]}
+
+    def _serve(self, lane: Lane, job: dict[str, Any], limit_s: float) -> tuple[Row | tuple[str, str], bool]:
+        """The outcome of a job in the lane's worker, and whether a tuner in it has taken its first configuration."""
+        while True:
             try:
                 lane.worker = lane.worker or WorkerProcess(stop=self._stop)
             except WorkerStartError as error:
-                return without_numbers(*_not_started(error))
+                return _not_started(error), False
             keep, found = outcome(lane.worker, job, limit_s)
+            untuned = lane.worker.untuned
             if not keep:
                 self._close(lane)
-        if isinstance(found, tuple):
-            lane.timeouts += found[0] == "timeout"
-            return without_numbers(*found)
-        return found
+            if found is not None:
+                return found, untuned
 
-    def _race(self, job: dict[str, Any], limit_s: float) -> Row | tuple[str, str]:
-        """The same job in two processes at once, whose compilers find empty caches in the same folders."""
+    def _race(self, job: dict[str, Any], limit_s: float) -> tuple[Row | tuple[str, str], bool]:
+        """The same job in two processes at once, whose compilers find empty caches in the same folders; as `_serve`."""
         found: list[Row | tuple[str, str]] = []
+        untuned: list[bool] = []
         with tempfile.TemporaryDirectory(prefix="moebench-cold-") as folder:
             caches = cold_caches(Path(folder))
 
@@ -220,13 +250,14 @@ class Suite:
                 try:
                     _, its = outcome(worker, job, limit_s)
                 finally:
+                    untuned.append(worker.untuned)
                     worker.close(patience_s=0.0)
                 assert its is not None
                 found.append(its)
 
             side_by_side([one, one], 2, self._stop)
         wrong = [one for one in found if isinstance(one, tuple) or one["status"] != "ok"]
-        return wrong[0] if wrong else found[0]
+        return (wrong[0] if wrong else found[0]), any(untuned)
 
 
 def _not_started(error: WorkerStartError) -> tuple[str, str]:

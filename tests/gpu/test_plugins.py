@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from harness.check import Checker
 from harness.interface import DISTRIBUTIONS, Implementation, Point
 from harness.operations import get_operation, variants_of
-from harness.points import point_to_dict
-from harness.process import WorkerDied, WorkerProcess, WorkerTimeout, describe_exit
 from harness.registry import default_registry, installed_reason, refusal
 
 from . import common
@@ -23,17 +22,13 @@ OWN = ("sonicmoe_torch", "sonicmoe_triton", "torch_grouped_mm", "torch_loop")
 NAMES = [plugin.name for plugin in default_registry().all() if "cuda" in plugin.devices]
 
 
-class PluginWorker:
+class PluginChecker:
     """A plugin in a process of its own, as a sweep runs it: what one breaks, no other meets."""
 
     def __init__(self, plugin: Implementation) -> None:
         self.plugin = plugin
-        self._worker: WorkerProcess | None = None
-
-    def close(self, patience_s: float = 5.0) -> None:
-        if self._worker is not None:
-            self._worker.close(patience_s=patience_s)
-            self._worker = None
+        self._checker = Checker(TIME_LIMIT_S)
+        self.close = self._checker.close
 
     def check(self, point: Point) -> None:
         """Assert that the point passes the gate; skip with the reason where it is refused."""
@@ -42,37 +37,19 @@ class PluginWorker:
         if refused:
             assert refused[0] == "unsupported", refused
             pytest.skip(refused[1])
-        if self._worker is None:
-            self._worker = WorkerProcess()
-        worker = self._worker
-        job = {"kind": "check", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
-        verdict: dict[str, object] = {}
-        try:
-            for event in worker.run(job, TIME_LIMIT_S):
-                if event["event"] in ("checked", "failed"):
-                    verdict = event
-                elif event["event"] == "done" and event["poisoned"]:
-                    self.close(patience_s=0.0)
-        except WorkerTimeout:
-            self.close(patience_s=0.0)
-            pytest.fail(f"not finished after {TIME_LIMIT_S:g} s, while in {worker.phase}")
-        except WorkerDied as death:
-            tail = worker.log_tail()
-            self.close(patience_s=0.0)
-            pytest.fail(f"{describe_exit(death.exit_code)}, while in {worker.phase}\n{tail}")
-        assert verdict.get("event") == "checked", verdict
-        assert not verdict["reason"], verdict["reason"]
+        passed, result, text = self._checker.verdict(point)
+        assert passed, f"{result}: {text}"
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def plugin(request: pytest.FixtureRequest) -> Iterator[PluginWorker]:
+def plugin(request: pytest.FixtureRequest) -> Iterator[PluginChecker]:
     found = default_registry().get(request.param)
     missing = installed_reason(found)
     if missing:
         pytest.skip(missing)
-    worker = PluginWorker(found)
-    yield worker
-    worker.close()
+    checker = PluginChecker(found)
+    yield checker
+    checker.close()
 
 
 def test_no_plugin_is_broken() -> None:
@@ -83,7 +60,7 @@ def test_no_plugin_is_broken() -> None:
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
-def test_gate(plugin: PluginWorker, shape: str, distribution: str) -> None:
+def test_gate(plugin: PluginChecker, shape: str, distribution: str) -> None:
     refused = []
     checked = 0
     for operation in plugin.plugin.operations:
@@ -105,17 +82,17 @@ def test_gate(plugin: PluginWorker, shape: str, distribution: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_other_dtypes(plugin: PluginWorker, dtype: str) -> None:
+def test_other_dtypes(plugin: PluginChecker, dtype: str) -> None:
     plugin.check(common.point_of(plugin.plugin.name, SHAPES["small"], dtype))
 
 
 @pytest.mark.parametrize("convention", ["softmax_topk", "softmax_topk_renormalised"])
-def test_other_conventions(plugin: PluginWorker, convention: str) -> None:
+def test_other_conventions(plugin: PluginChecker, convention: str) -> None:
     plugin.check(common.point_of(plugin.plugin.name, SHAPES["small"], convention=convention))
 
 
 @pytest.mark.parametrize("shape", ["1,256,128,8,2", "256,256,128,8,8", "300,256,128,10,3", "129,256,128,8,1"])
-def test_awkward_sizes(plugin: PluginWorker, shape: str) -> None:
+def test_awkward_sizes(plugin: PluginChecker, shape: str) -> None:
     """T = 1; K = E; E = 10 with a ragged number of rows; K = 1."""
     if plugin.plugin.name not in OWN:
         pytest.skip("what an upstream package makes of these is a finding, not this project's failure")

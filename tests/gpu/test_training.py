@@ -15,7 +15,7 @@ from training_runs import train_together
 
 from harness import store
 from harness.errors import UserError
-from harness.registry import default_registry
+from harness.registry import default_registry, installed_reason
 from harness.training import log, loop, model, pairs, profiled
 from harness.training.config import Config, load_config
 from harness.training.experts import point_of
@@ -70,6 +70,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_implementation_learns_alike(name: str, recompute: bool, expected: list[float], tmp_path: Path) -> None:
     config, plugin = small(implementation=name, recompute=recompute), default_registry().get(name)
+    if missing := installed_reason(plugin):
+        pytest.skip(missing)
     try:
         point_of(plugin, config, "cuda", config.routing)
     except UserError as error:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness.interface import ROUTER_CONVENTIONS
+from harness.memory import let_autograd_go
 
 from . import common
 from .common import HEADLINE, assert_equal, both_dtypes, built, check, gradients, random, run
@@ -79,8 +80,7 @@ def test_held_memory_is_the_algorithms(convention: str) -> None:
     T, d, n, E, K = (getattr(problem.shape, name) for name in "TdnEK")
     x = problem.x.detach().requires_grad_()
     run(layer, problem)
-    gc.collect()
-    torch.cuda.synchronize()
+    let_autograd_go()
     before = torch.cuda.memory_allocated()
     output = layer.forward(x)
     torch.cuda.synchronize()
@@ -93,6 +93,5 @@ def test_held_memory_is_the_algorithms(convention: str) -> None:
     assert held == pytest.approx(expected, rel=0.01)
     torch.autograd.grad(output, [x, *layer.parameters()], problem.grad_output)
     del output
-    gc.collect()
-    torch.cuda.synchronize()
+    let_autograd_go()
     assert torch.cuda.memory_allocated() - before < 0.01 * expected
