@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -328,6 +329,86 @@ def _open_models(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     return lines
 
 
+def _layer_ratio(
+    rows: pd.DataFrame, sweep: str, numerator: str, shape: str, distribution: str, denominator: str = OURS
+) -> pd.Series | None:
+    """The sweep's latest ratio of two layers, forward + backward; where it has none, that of another sweep, which the
+    sweep itself does not measure again."""
+    chosen = table.by_precedence(
+        rows[
+            (rows["record"] == "ratio")
+            & (rows["status"] == "ok")
+            & (rows["operation"] == "moe_layer")
+            & (rows["dtype"] == "bfloat16")
+            & (rows["numerator"] == numerator)
+            & (rows["denominator"] == denominator)
+            & (rows["denominator_variant"] == "")
+            & (rows["denominator_method"] == "")
+            & (rows["method"] == TOP_K)
+            & (rows["distribution"] == distribution)
+            & (rows["shape"] == shape)
+            & (rows["pass"] == "forward_backward")
+            & (rows["time_kind"] == "device")
+        ]
+    )
+    own = chosen[chosen["sweep"] == sweep]
+    chosen = own if len(own) else chosen
+    return chosen.iloc[-1] if len(chosen) else None
+
+
+def _groups() -> dict[str, list[str]]:
+    """The groups of shapes that sweeps share."""
+    with (table.ROOT / "sweeps" / "shapes.toml").open("rb") as file:
+        groups: dict[str, list[str]] = tomllib.load(file)["shapes"]
+    return groups
+
+
+def _families(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """Others over our layer as experts of the 7B layer get finer, and as they get more."""
+    labels = dict(zip(rows["implementation"], rows["label"], strict=True)) | {OFFICIAL: "SonicMoE"}
+    lines: list[tuple[str, str, str]] = []
+    for sweep, what in (
+        ("granularity", "the 7B layer with n = 1024 to 64, at equal cost"),
+        ("sparsity", "the 7B layer, n = 256, with 32 to 512 experts"),
+    ):
+        shapes = _groups()[f"{sweep}_7b"]
+        for numerator in (OFFICIAL, *BASELINES):
+            found = [_layer_ratio(rows, sweep, numerator, shape, "uniform") for shape in shapes]
+            values = [float(row["value"]) for row in found if row is not None]
+            if len(values) == len(shapes):
+                text = f"forward + backward: {labels.get(numerator, numerator)} / our Triton layer, {what}"
+                spread = f"{_times(_geometric_mean(values))} ({_times(min(values))} to {_times(max(values))})"
+                lines.append((text, "–", spread))
+    return lines
+
+
+#: Distributions of the sweep ``skew`` -> what the table calls them.
+_UNEVEN = {"skewed": "skewed", "one_group": "on one group of experts", "empty_experts": "experts without rows"}
+#: A public report's layer of few large experts, at which it found a loop over them faster than grouped GEMMs.
+FEW_LARGE = "65536,2048,3072,32,1"
+
+
+def _uneven(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    lines: list[tuple[str, str, str]] = []
+    for numerator, name in ((OFFICIAL, "SonicMoE"), ("scattermoe", "ScatterMoE")):
+        found = {
+            text: _layer_ratio(rows, "skew", numerator, table.HEADLINE_SHAPE, its) for its, text in _UNEVEN.items()
+        }
+        told = [f"{_interval(row)} {text}" for text, row in found.items() if row is not None]
+        if len(told) == len(found):
+            what = f"forward + backward: time of {name} / our Triton layer, 7B n = 256, uneven routing"
+            lines.append((what, "–", "; ".join(told)))
+    for denominator, name in (("torch_grouped_mm", "PyTorch grouped GEMM"), (OURS, "our Triton layer")):
+        few = {
+            its: _layer_ratio(rows, "skew", "torch_loop", FEW_LARGE, its, denominator) for its in ("uniform", "skewed")
+        }
+        told = [f"{_interval(row)} {its}" for its, row in few.items() if row is not None]
+        if len(told) == len(few):
+            what = f"forward + backward: time of PyTorch loop / {name}, 32 experts of n = 3072, K = 1"
+            lines.append((what, "–", "; ".join(told)))
+    return lines
+
+
 def _ablations(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     """What each fusion buys, over the twelve layers."""
     lines: list[tuple[str, str, str]] = []
@@ -490,7 +571,9 @@ def lines(rows: pd.DataFrame) -> list[str]:
         _bound,
         _ours_beside,
         _kernels,
+        _families,
         _open_models,
+        _uneven,
         _ablations,
     ]
     every = rows[rows["gpu"] == gpu[0]] if gpu else chosen

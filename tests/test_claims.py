@@ -287,6 +287,7 @@ def step(rows: list[Row], subject: str, configuration: str, numerator: str, meth
         "training",
         lambda row: (
             row["record"] == "ratio"
+            and row["time_kind"] == "host"
             and row["variant"].startswith(configuration)
             and row["variant"].count("1 process")
             and (row["numerator"], row["denominator"]) == (numerator, PLUGIN[subject])

@@ -76,6 +76,59 @@ def test_token_roundings_numbers_by_another_way() -> None:
     assert text in numbers.README.read_text(encoding="utf-8")
 
 
+def layer_ratios(
+    sweep: str, numerator: str, denominator: str = "sonicmoe_triton"
+) -> dict[tuple[str, str], tuple[float, ...]]:
+    """Of layers, forward + backward: (shape, distribution) -> the newest ratio and its interval, the sweep's first."""
+    found = {}
+    for row in sorted(COMMITTED, key=lambda row: (row["sweep"] == sweep, row["timestamp"])):
+        what = row["record"], row["operation"], row["status"], row["dtype"], row["pass"]
+        if what == ("ratio", "moe_layer", "ok", "bfloat16", "forward_backward") and (
+            (row["numerator"], row["denominator"]) == (numerator, denominator) and "denominator_routing" not in row
+        ):
+            shape = ",".join(str(row["shape"][name]) for name in "TdnEK")
+            found[shape, row["routing"]["distribution"]] = row["value"], *row["ci95"]
+    return found
+
+
+def test_finer_and_more_experts_by_another_way() -> None:
+    text = numbers.README.read_text(encoding="utf-8")
+    finer = [f"24576,1536,{n},{32768 // n},{2048 // n}" for n in (1024, 512, 256, 128, 64)]
+    more = [f"24576,1536,256,{experts},8" for experts in (32, 64, 128, 256, 512)]
+    rising = {}
+    for name in ("sonicmoe_official", "scattermoe", "deepgemm", "torch_grouped_mm"):
+        for sweep, what, shapes in (
+            ("granularity", "with n = 1024 to 64, at equal cost", finer),
+            ("sparsity", "n = 256, with 32 to 512 experts", more),
+        ):
+            ratios = layer_ratios(sweep, name)
+            values = [ratios[shape, "uniform"][0] for shape in shapes]
+            mean = f"{statistics.geometric_mean(values):.2f}×"
+            assert f"{what} | – | {mean} ({min(values):.2f}× to {max(values):.2f}×) |" in text
+            rising[name, sweep] = values == sorted(values)
+    # As the text below the table says.
+    assert rising["deepgemm", "granularity"] and rising["deepgemm", "sparsity"]
+    assert rising["torch_grouped_mm", "granularity"]
+
+
+def test_ratios_by_uneven_routing_by_another_way() -> None:
+    text = numbers.README.read_text(encoding="utf-8")
+    shape = "24576,1536,256,128,8"
+    for name, called in (("sonicmoe_official", "SonicMoE"), ("scattermoe", "ScatterMoE")):
+        ratios = layer_ratios("skew", name)
+        (line,) = [its for its in text.splitlines() if f"{called} / our Triton layer, 7B n = 256, uneven" in its]
+        for distribution in ("skewed", "one_group", "empty_experts"):
+            value, low, high = ratios[shape, distribution]
+            assert f"{value:.2f}× [{low:.2f}, {high:.2f}] " in line and low > 1
+    skew = [layer_ratios("skew", name)[shape, "skewed"][0] for name in ("sonicmoe_official", "scattermoe")]
+    assert skew == sorted(skew)
+    for denominator in ("torch_grouped_mm", "sonicmoe_triton"):
+        of_loop = layer_ratios("skew", "torch_loop", denominator)
+        for distribution in ("uniform", "skewed"):
+            value, low, high = of_loop["65536,2048,3072,32,1", distribution]
+            assert f"{value:.2f}× [{low:.2f}, {high:.2f}] {distribution}" in text and low > 1
+
+
 def test_what_uneven_routing_costs_by_another_way() -> None:
     shape = {"T": 24576, "d": 1536, "n": 256, "E": 128, "K": 8}
     names = ("sonicmoe_triton", "sonicmoe_official", "scattermoe")
