@@ -168,6 +168,26 @@ def _panel(
     style.plain_grid(axes)
 
 
+def not_measured(layers: pd.DataFrame, families: Iterable[Family], names: Iterable[str]) -> list[str]:
+    """A sentence on the points of which no row of a GPU is there, not even of a failure, for implementations of which
+    the sweeps have others."""
+    cuda = layers[layers["measured_on"] == "cuda"]
+    met = set(zip(cuda["implementation"], cuda["shape"], strict=True))
+    swept = set(cuda.loc[cuda["sweep"].str.contains("|".join(SWEEPS), regex=True), "implementation"])
+    texts = labels(layers)
+    gaps: dict[str, list[str]] = {}
+    for family in families:
+        finer = family.kind == "granularity"
+        for name in (name for name in names if name in swept):
+            own = [(n if finer else E, (name, family.shape((n, E, K))) in met) for n, E, K in family.experts]
+            absent = [str(value) for value, there in own if not there]
+            if absent:
+                which = f" = {', '.join(absent)}" if len(absent) < len(own) else ": all"
+                gaps.setdefault(name, []).append(f"{'n' if finer else 'E'}{which}")
+    told = [f"{style.label(name, texts)} ({'; '.join(its)})" for name, its in gaps.items()]
+    return [f"Not measured yet: {', '.join(told)}."] if told else []
+
+
 def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list[Path]:
     """Write ``granularity.svg`` and ``.png`` into ``output``; returns the files.
 
@@ -215,7 +235,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
                 title="Held memory and throughput against granularity and sparsity",
                 subtitle=f"{style.gpu_text(table.gpus(layers))}, bfloat16, uniform routing, top-K.\n"
                 f"{style.PAPER_NOTE}; their held memory is Figure 13's less weights and input.",
-                notes=style.below(width, notes),
+                notes=style.below(width, notes, not_measured(layers, lines, names)),
             )  # fmt: skip
             figure, margins = page.make()
             margins["bottom"] += 0.14 / figure.get_size_inches()[1]

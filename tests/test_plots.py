@@ -15,7 +15,7 @@ import pytest
 
 import plots
 from harness.record import validate
-from plots import bars, headline, style
+from plots import bars, granularity, headline, style
 from plots import rows as table
 
 GPU = "NVIDIA Imaginary 100"
@@ -159,6 +159,27 @@ STATES = {
     "failed_ratio": lambda: [ratio("scattermoe", "sonicmoe_official", table.HEADLINE_SHAPE, 1.9, status="crashed",
                                    reason="exit code 1") | {"value": None, "ci95": None}],
 }  # fmt: skip
+
+
+def test_points_that_a_sweep_lacks_are_told() -> None:
+    def told(rows: list[dict[str, Any]]) -> list[str]:
+        layers = table.layers(table.one_gpu(rows))
+        lines = granularity.families(layers)
+        return granularity.not_measured(layers, lines, style.ordered(set(layers["implementation"])))
+
+    rows = sweeps()
+    assert told(rows) == [] and told(everything()) == [] and told([]) == []
+    gone = {("scattermoe", "128,256,16"), ("scattermoe", "1024,512,8"), ("deepgemm", "512,64,4")}
+    left = [
+        row
+        for row in rows
+        if (row["implementation"], ",".join(str(row["shape"][name]) for name in "nEK")) not in gone
+        and not (row["implementation"] == "megablocks" and row["shape"]["n"] == 1024)
+    ]
+    # A failure is told of where it is drawn.
+    (line,) = told(left)
+    names = "ScatterMoE (n = 128; E = 512), DeepGEMM-pt (n = 512), MegaBlocks (E: all)"
+    assert line == f"Not measured yet: {names}."
 
 
 #: Figures of the paper's layers; the others have such tests of their own, of states that are about them.
