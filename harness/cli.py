@@ -244,6 +244,34 @@ def run(
 
 
 @app.command()
+def warm(
+    sweeps: Annotated[list[str], typer.Argument(help="Sweeps by name or TOML file.")],
+    only: Only = None,
+    skip: Skip = None,
+    shape: ShapeOption = None,
+    operation: Annotated[
+        list[str] | None, typer.Option("--operation", help="Only this operation (repeatable).")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="Processes side by side, each with a layer on the GPU; default: half of the cores."),
+    ] = None,
+    missing_in: MissingIn = None,
+    within: Within = "",
+) -> None:
+    """Compile what sweeps need, side by side, before they are run: on a fresh machine, most of their time."""
+    from harness.deadline import Deadline
+    from harness.warm import default_jobs
+    from harness.warm import warm as warm_sweeps
+
+    deadline = Deadline.of("--within", within)
+    filters = only or [], skip or [], shape or [], operation or []
+    warm_sweeps(
+        out, sweeps, *filters, jobs=default_jobs() if jobs is None else jobs, missing_in=missing_in, deadline=deadline
+    )
+
+
+@app.command()
 def compare(
     first: Annotated[str, typer.Argument(help="An implementation, or a file or folder of earlier rows.")],
     second: Annotated[str, typer.Argument(help="Another implementation, or a file or folder of later rows.")],

@@ -41,9 +41,12 @@ from harness.timing import (
     clock_drift,
     clock_fields,
     heat,
+    input_of,
     interleaved,
+    leaves_of,
     paced,
     pair_order,
+    run_backward,
     sample_steadily,
     sample_until,
 )
@@ -185,6 +188,25 @@ def check_point(point: Point, implementation: Implementation, context: Context) 
     if point.device == "cuda":
         context.start_cuda()
     return build_and_check(point, implementation, context, input_sets=1).correctness
+
+
+def build_and_call(point: Point, implementation: Implementation, context: Context) -> None:
+    """Build the point's layer and call it, forward and, where it has one, backward. Nothing is judged."""
+    on_cuda = point.device == "cuda"
+    if on_cuda:
+        context.start_cuda()
+    release()
+    with context.timed("inputs"):
+        problem = get_operation(point.operation).make_problem(point, point.device)
+    context.phase("build")
+    layer = implementation.build(problem)
+    context.phase("call")
+    x = input_of(problem)
+    output = layer.forward(x)
+    if not problem.forward_only:
+        run_backward(output, leaves_of(layer, x), problem.grad_output)
+    if on_cuda:
+        torch.cuda.synchronize()
 
 
 def _without_weights(problem: Problem) -> Problem:

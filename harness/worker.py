@@ -27,13 +27,22 @@ from harness.compilation import watch_triton
 from harness.correctness import WrongResult
 from harness.errors import describe
 from harness.interface import Implementation
-from harness.measure import Context, check_point, count_rows, measure_point, measure_ratio, release, trace_fake
+from harness.measure import (
+    Context,
+    build_and_call,
+    check_point,
+    count_rows,
+    measure_point,
+    measure_ratio,
+    release,
+    trace_fake,
+)
 from harness.points import point_from_dict
 from harness.registry import Registry, importable, load_registry
 from harness.timing import TimingSettings
-from harness.tuners import nothing_is_timed, untimed
+from harness.tuners import all_is_compiled, nothing_is_timed, untimed
 
-#: Kinds of job that judge results and time nothing.
+#: Kinds of job that judge results and time nothing. (``warm`` judges none either.)
 UNTIMED = ("check", "conformance")
 
 
@@ -103,13 +112,19 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
     status, reason = "", ""
     rows: Iterator[dict[str, Any]]
     try:
-        if job["kind"] in UNTIMED and not job.get("own_tuning"):
+        if job["kind"] == "warm":
+            all_is_compiled()
+        elif job["kind"] in UNTIMED and not job.get("own_tuning"):
             nothing_is_timed(lambda: events.send("first_configuration"))
         elif untimed():
             raise RuntimeError("this process holds what tuners took untimed: measure in a fresh one")
         if job["kind"] == "check":
             correctness = check_point(point, plugins.get(point.implementation), context)
             events.send("checked", reason=correctness.reason, errors=correctness.errors)
+            rows = iter(())
+        elif job["kind"] == "warm":
+            build_and_call(point, plugins.get(point.implementation), context)
+            events.send("warmed")
             rows = iter(())
         elif job["kind"] == "profile":
             # Only here, since nothing else needs it.

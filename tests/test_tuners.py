@@ -54,7 +54,8 @@ class Says(Implementation):
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker does for good ends here with the test."""
-    monkeypatch.setattr(tuners, "_untimed", False)
+    for name in ("_untimed", "_every", "_taken"):
+        monkeypatch.setattr(tuners, name, getattr(tuners, name))
     monkeypatch.setattr(Autotuner, "prune_configs", Autotuner.prune_configs)
 
 
@@ -195,6 +196,30 @@ def test_an_untimed_choice_is_kept_on_no_disk(monkeypatch: pytest.MonkeyPatch) -
     assert launch(cached()) == 16 and asked == [len(BLOCKS)]
 
 
+def test_all_are_launched_once_where_all_are_to_be_compiled() -> None:
+    tuners.all_is_compiled()
+    assert tuners.untimed()
+    kernel = FakeKernel(too_large=(32,))
+    tuner = tuned(kernel)
+    tuner.cache_results = True  # a choice that no time is behind must be on no disk
+    before = len(kernel.asked)
+    assert launch(tuner) == 16 and not tuner.cache_results
+    # Each once, then the call itself.
+    assert kernel.asked[before:] == [*BLOCKS, 16]
+    # Of a kernel of one configuration that is all there ever is.
+    assert launch(tuned(FakeKernel(), blocks=BLOCKS[:1])) == 16
+
+
+def test_who_takes_the_first_is_told() -> None:
+    told: list[str] = []
+    nothing_is_timed(lambda: told.append("taken"))
+    kernel = FakeKernel(too_large=BLOCKS[:1])
+    assert launch(tuned(kernel, blocks=BLOCKS[1:2])) == 32 and not told
+    tuner = tuned(kernel)
+    assert launch(tuner) == 32 and told == ["taken"]
+    assert launch(tuner) == 32 and told == ["taken"]
+
+
 # A tuner modelled on Triton's, as quack's is: it calls a function, swallows every error and keeps what it found.
 
 
@@ -259,6 +284,15 @@ def test_a_tuner_like_tritons(quack_like: type[QuackLike], tmp_path: Path, untim
     # Others are not compiled either, beside it in processes of their own say.
     assert tuner.precompiled == (["c"] if untimed else ["b", "c", "d"])
     assert len(list(tmp_path.iterdir())) == (0 if untimed else 1)
+
+
+def test_a_tuner_like_tritons_takes_its_first_where_all_are_to_be_compiled(
+    quack_like: type[QuackLike], tmp_path: Path
+) -> None:
+    tuners.all_is_compiled()
+    assert take_first("quack_like")
+    tuner = quack_like(lambda a, config: str(config), ("a",), ["b", "c"], tmp_path)
+    assert tuner(1) == "b" and tuner.precompiled == ["b"] and not list(tmp_path.iterdir())
 
 
 def test_without_the_names_it_tunes_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
