@@ -177,7 +177,10 @@ def conformance(
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is a GPU.")] = "",
     output: RowsFolder = None,
     jobs: Annotated[int, typer.Option(help="Worker processes side by side; they share a GPU, nothing is timed.")] = 1,
-    time_limit: Annotated[float, typer.Option(help="Seconds that a case may take, building included.")] = 60.0,
+    time_limit: Annotated[
+        float,
+        typer.Option(help="Seconds that a case may take, building included; four times as many where tuners choose."),
+    ] = 60.0,
     missing_in: MissingIn = None,
     within: Within = "",
 ) -> None:

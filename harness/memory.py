@@ -94,8 +94,10 @@ def let_autograd_go() -> None:
     free it: it refers to the gradients that it has handed out until a little after the caller has them, on a busy
     machine for long. It begins another backward only after that."""
     gc.collect()
-    small = torch.zeros(1, device="cuda", requires_grad=True)
-    torch.autograd.grad(small * 2, small)
+    # Without elements: neither its gradient nor anything else of it is allocated.
+    with torch.enable_grad():
+        nothing = torch.zeros(0, device="cuda", requires_grad=True)
+        torch.autograd.grad(nothing * 2, nothing, torch.zeros_like(nothing))
     torch.cuda.synchronize()
 
 

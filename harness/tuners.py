@@ -4,11 +4,12 @@ Which configuration is fastest tells nothing there, and to compile up to hundred
 minutes. A result is judged all the same, of that configuration; what a tuner chooses when it may is judged where it is
 timed, for every timed row passes the gate with the choice that it was timed with. And nobody is blamed for a
 configuration that its tuner may not choose: where a result is wrong, or a kernel crashes, whoever asked asks again in a
-process that tunes as it always does.
+process whose tuners choose (`tuners_choose`).
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import math
@@ -17,10 +18,21 @@ from typing import Any
 
 #: Precedes what became of a point with what its kernels' tuners took untimed.
 FIRST_CONFIGURATION = "with the first configuration that its tuners offer"
+#: Outcomes that a tuner's choice may be the reason for.
+OF_A_CHOICE = ("wrong", "wrong_result", "crashed")
 
-_untimed = False
+
+class _Mode(enum.Enum):
+    """What tuners of this process do."""
+
+    TIME = "as ever"
+    FIRST = "take their first configuration that runs"
+    EVERY = "launch each once, and take any"
+    OWN = "choose as ever, and keep it to themselves"
+
+
+_mode = _Mode.TIME
 _taken: Callable[[], None] | None = None
-_every = False
 
 
 def nothing_is_timed(taken: Callable[[], None] | None = None) -> None:
@@ -29,40 +41,50 @@ def nothing_is_timed(taken: Callable[[], None] | None = None) -> None:
 
     Args:
         taken: called whenever a tuner takes one of several configurations untimed, before the kernel is used with it;
-            in whatever thread launches the kernel.
+            in whatever thread launches the kernel. What it raises the kernel's caller gets.
     """
-    global _untimed, _taken
-    _untimed, _taken = True, taken
-    take_first("triton.runtime.autotuner")
+    _tell(_Mode.FIRST, taken)
 
 
 def all_is_compiled() -> None:
     """`nothing_is_timed`, but for Triton's tuner: it launches each configuration once, so that all are compiled for the
     next process, and takes any."""
-    global _every
-    _every = True
-    nothing_is_timed()
+    _tell(_Mode.EVERY)
+
+
+def tuners_choose() -> None:
+    """Nothing is timed but by tuners, which choose as they always do. What they find on a machine that others use too
+    is on no disk either."""
+    _tell(_Mode.OWN)
+
+
+def _tell(mode: _Mode, taken: Callable[[], None] | None = None) -> None:
+    global _mode, _taken
+    _mode, _taken = mode, taken
+    take_first("triton.runtime.autotuner")
 
 
 def untimed() -> bool:
-    """Was `nothing_is_timed`, or `all_is_compiled`, said of this process?"""
-    return _untimed
+    """Was any of these said of this process?"""
+    return _mode is not _Mode.TIME
 
 
 def take_first(module: str) -> bool:
     """Where nothing is timed, let this module's class ``Autotuner``, Triton's or one modelled on it, take its first
-    configuration that runs. Imports the module; does nothing where something may be timed.
+    configuration that runs (or do what else was said of this process). Imports the module; does nothing where something
+    may be timed.
 
     Returns:
-        Whether it does so from now on. False as well where there is no such class: then it tunes as it always does.
+        Whether it chooses nothing by time from now on. False as well where there is no such class: then it tunes as it
+        always does.
     """
-    if not _untimed:
+    if not untimed():
         return False
     try:
         tuner = importlib.import_module(module).Autotuner
     except (ImportError, AttributeError):
         return False
-    return _patch(tuner)
+    return _patch(tuner) and _mode is not _Mode.OWN
 
 
 def _patch(tuner: Any) -> bool:
@@ -85,11 +107,11 @@ def _first_that_runs(prune: Any) -> Any:
         compiles = hasattr(self, "warmup") and "warmup" not in kwargs
         if arguments is None or compiles:
             return configs
-        # An untimed choice must be on no disk: neither tuned runs nor a table of what was tuned may find it there.
+        # The choice must be on no disk: neither tuned runs nor a table of what was tuned may find it there.
         self.cache_results = False
-        if _every and "do_bench" in dir(self):
+        if _mode is _Mode.EVERY and "do_bench" in dir(self):
             self.do_bench = _launch_once
-        elif len(configs) > 1:
+        elif _mode is not _Mode.OWN and len(configs) > 1:
             if _taken is not None:
                 _taken()
             for config in configs:

@@ -40,7 +40,7 @@ from harness.measure import (
 from harness.points import point_from_dict
 from harness.registry import Registry, importable, load_registry
 from harness.timing import TimingSettings
-from harness.tuners import all_is_compiled, nothing_is_timed, untimed
+from harness.tuners import all_is_compiled, nothing_is_timed, tuners_choose, untimed
 
 #: Kinds of job that judge results and time nothing. (``warm`` judges none either.)
 UNTIMED = ("check", "conformance")
@@ -118,6 +118,8 @@ def run_job(job: dict[str, Any], plugins: Registry, context: Context, events: Ev
             nothing_is_timed(lambda: events.send("first_configuration"))
         elif untimed():
             raise RuntimeError("this process holds what tuners took untimed: measure in a fresh one")
+        elif job["kind"] in UNTIMED:
+            tuners_choose()
         if job["kind"] == "check":
             correctness = check_point(point, plugins.get(point.implementation), context)
             events.send("checked", reason=correctness.reason, errors=correctness.errors)

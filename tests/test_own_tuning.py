@@ -6,17 +6,21 @@ import io
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fake_conformance import MET, StubWorker, run_suite
 from rich.console import Console
 
-from harness.check import check_implementations
+from harness import check
+from harness.check import SLOW_CHOICES, Checker, check_implementations
 from harness.conformance import CASES, suite
-from harness.process import WorkerDied, WorkerTimeout
+from harness.deadline import Deadline
+from harness.interface import Point
+from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout
 from harness.record import validate
 from harness.registry import load_registry
+from harness.shapes import MoEShape
 from harness.tuners import FIRST_CONFIGURATION
 
 #: Each layer's output is multiplied by what its tuner chooses: the smallest number. None: the process dies.
@@ -162,25 +166,67 @@ def test_the_tuners_choice_is_asked_of_a_fresh_process(
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert [bool(job.get("own_tuning")) for job in asked] == [False, False, True, False]
     assert [len(worker.limits) for worker in stub.started] == [2, 2]
-    assert stub.started[1].limits == [suite.TUNING_LIMIT_S, suite.TIME_LIMIT_S]
+    assert stub.started[1].limits == [suite.TUNING_TIMES * suite.TIME_LIMIT_S, suite.TIME_LIMIT_S]
     (note,) = [note for note in rows[1]["notes"] if FIRST_CONFIGURATION in note]
     assert {"wrong_result": "far off", "crashed": "no such kernel", "death": "SIGSEGV"}[first] in note
     assert "more" not in note
 
 
+@pytest.mark.parametrize("jobs", [1, 4])
 def test_choices_that_take_too_long_are_waited_for_twice(
-    stub: type[StubWorker], asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stub: type[StubWorker], asked: list[dict[str, Any]], jobs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def does(job: dict[str, Any]) -> dict[str, Any] | Exception:
         asked.append(job)
         return WorkerTimeout() if job.get("own_tuning") else {"status": "crashed", "reason": "ValueError"}
 
     monkeypatch.setattr(stub, "does", staticmethod(does))
-    rows = run_suite(tmp_path / "rows.jsonl", MET[:4])
+    rows = run_suite(tmp_path / "rows.jsonl", MET[:12], jobs=jobs)
     # Their first verdict stands, and says of what.
-    assert [(row["status"], row["reason"]) for row in rows] == [("crashed", "while in build: ValueError")] * 4
-    assert all(row["notes"][-1].startswith(FIRST_CONFIGURATION) for row in rows)
-    assert sum(bool(job.get("own_tuning")) for job in asked) == 2
+    assert [(row["status"], row["reason"]) for row in rows] == [("crashed", "while in build: ValueError")] * 12
+    said = [row["notes"][-1].removeprefix(f"{FIRST_CONFIGURATION}; ") for row in rows]
+    # Each lane may be waiting for one when the second of all ends.
+    waited = sum(bool(job.get("own_tuning")) for job in asked)
+    assert 2 <= waited <= 1 + jobs
+    assert sorted(said) == sorted(
+        ["with their own choice it had not ended after 240 s"] * waited
+        + ["their own choice took too long in other cases"] * (12 - waited)
+    )
+
+
+@pytest.mark.parametrize(("left", "limits"), [((100.0, 30.0), [60, 30]), ((100.0, 0.0), [60]), ((100.0, -5.0), [60])])
+def test_a_choice_gets_the_time_that_is_left(
+    stub: type[StubWorker],
+    asked: list[dict[str, Any]],
+    left: tuple[float, float],
+    limits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    deadline, times = Deadline(100), iter(left)
+    monkeypatch.setattr(deadline, "left_s", lambda: next(times))
+
+    def does(job: dict[str, Any]) -> dict[str, Any]:
+        return {} if job.get("own_tuning") else {"status": "crashed", "reason": "ValueError"}
+
+    monkeypatch.setattr(stub, "does", staticmethod(does))
+    (row,) = run_suite(tmp_path / "rows.jsonl", MET[:1], deadline=deadline)
+    assert [limit for worker in stub.started for limit in worker.limits] == limits
+    assert row["status"] == ("ok" if len(limits) == 2 else "crashed")
+    assert row["notes"][-1].endswith("no time was left for their own choice") == (len(limits) == 1)
+
+
+@pytest.mark.parametrize("status", ["out_of_memory", "timeout"])
+def test_what_is_no_choices_fault_is_not_asked_again(
+    stub: type[StubWorker], asked: list[dict[str, Any]], status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def does(job: dict[str, Any]) -> dict[str, Any] | Exception:
+        asked.append(job)
+        return WorkerTimeout() if status == "timeout" else {"status": status, "reason": "3 TiB"}
+
+    monkeypatch.setattr(stub, "does", staticmethod(does))
+    (row,) = run_suite(tmp_path / "rows.jsonl", MET[:1])
+    assert row["status"] == status and len(asked) == 1 and FIRST_CONFIGURATION not in str(row["notes"])
 
 
 def test_what_no_tuner_had_a_part_in_is_not_asked_again(
@@ -205,3 +251,77 @@ def test_two_processes_race_again(
     (row,) = run_suite(tmp_path / "rows.jsonl", [cold], device="cuda")
     assert row["status"] == "ok" and FIRST_CONFIGURATION in row["notes"][-1]
     assert [bool(job.get("own_tuning")) for job in asked] == [False, False, True, True]
+
+
+class CheckStub:
+    """A worker whose tuners have taken their first: each check ends as `ends` says next; None: it does not start."""
+
+    ends: ClassVar[list[dict[str, Any] | Exception | None]] = []
+    asked: ClassVar[list[bool]] = []
+    open: ClassVar[int] = 0
+
+    untuned, phase = True, "build"
+    failure = WorkerProcess.failure
+
+    def __init__(self) -> None:
+        if CheckStub.ends[0] is None:
+            del CheckStub.ends[0]
+            raise WorkerStartError("no memory")
+        CheckStub.open += 1
+
+    def run(self, job: dict[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
+        CheckStub.asked.append(job["own_tuning"])
+        found = CheckStub.ends.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        assert found is not None
+        yield found
+        yield {"event": "done", "poisoned": False}
+
+    def where(self) -> str:
+        return ""
+
+    def log_tail(self) -> str:
+        return ""
+
+    def close(self, patience_s: float) -> None:
+        CheckStub.open -= 1
+
+
+RIGHT = {"event": "checked", "reason": "", "errors": {"output": 1e-3}}
+WRONG = {"event": "checked", "reason": "far off", "errors": {}}
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, *ends: dict[str, Any] | Exception | None) -> list[tuple[bool, str, str]]:
+    """The verdicts on one point, asked as often as there are outcomes for."""
+    CheckStub.ends, CheckStub.asked, CheckStub.open = list(ends), [], 0
+    monkeypatch.setattr(check, "WorkerProcess", CheckStub)
+    checker, found = Checker(), []
+    while CheckStub.ends:
+        found.append(checker.verdict(Point("moe_layer", "some", MoEShape(32, 16, 8, 4, 2), device="cpu")))
+    checker.close()
+    assert CheckStub.open == 0
+    return found
+
+
+def test_a_checks_first_verdict_stands_where_no_other_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = WorkerTimeout()
+    found = checked(monkeypatch, *[WRONG, slow] * SLOW_CHOICES, WRONG, RIGHT)
+    assert CheckStub.asked == [False, True] * SLOW_CHOICES + [False, False]
+    assert [result for _, result, _ in found] == ["wrong"] * (SLOW_CHOICES + 1) + ["ok"]
+    assert all(f"far off; {FIRST_CONFIGURATION}; their own choice took too long" == text for _, _, text in found[:-1])
+    ((passed, result, text),) = checked(monkeypatch, WRONG, None)
+    assert (passed, result) == (False, "wrong") and text.endswith("no process for their own choice: no memory")
+
+
+@pytest.mark.parametrize("end", [WorkerTimeout(), {"event": "failed", "status": "out_of_memory", "reason": "3 TiB"}])
+def test_a_check_is_asked_again_for_a_choices_faults_alone(
+    monkeypatch: pytest.MonkeyPatch, end: dict[str, Any] | Exception
+) -> None:
+    ((passed, _, text),) = checked(monkeypatch, end)
+    assert not passed and CheckStub.asked == [False] and FIRST_CONFIGURATION not in text
+
+
+def test_a_check_that_dies_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [found[1] for found in checked(monkeypatch, WorkerDied(-11), RIGHT)] == ["ok"]
+    assert CheckStub.asked == [False, True]

@@ -54,7 +54,7 @@ class Says(Implementation):
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker does for good ends here with the test."""
-    for name in ("_untimed", "_every", "_taken"):
+    for name in ("_mode", "_taken"):
         monkeypatch.setattr(tuners, name, getattr(tuners, name))
     monkeypatch.setattr(Autotuner, "prune_configs", Autotuner.prune_configs)
 
@@ -210,6 +210,15 @@ def test_all_are_launched_once_where_all_are_to_be_compiled() -> None:
     assert launch(tuned(FakeKernel(), blocks=BLOCKS[:1])) == 16
 
 
+def test_own_choices_are_as_ever_and_on_no_disk() -> None:
+    tuners.tuners_choose()
+    assert tuners.untimed() and not take_first("triton.runtime.autotuner")
+    kernel = FakeKernel(too_large=(16,))
+    tuner = tuned(kernel)
+    tuner.cache_results = True
+    assert launch(tuner) == 128 and set(kernel.asked) == set(BLOCKS) and not tuner.cache_results
+
+
 def test_who_takes_the_first_is_told() -> None:
     told: list[str] = []
     nothing_is_timed(lambda: told.append("taken"))
@@ -284,6 +293,13 @@ def test_a_tuner_like_tritons(quack_like: type[QuackLike], tmp_path: Path, untim
     # Others are not compiled either, beside it in processes of their own say.
     assert tuner.precompiled == (["c"] if untimed else ["b", "c", "d"])
     assert len(list(tmp_path.iterdir())) == (0 if untimed else 1)
+
+
+def test_a_tuner_like_tritons_chooses_itself(quack_like: type[QuackLike], tmp_path: Path) -> None:
+    tuners.tuners_choose()
+    assert not take_first("quack_like")
+    tuner = quack_like(lambda a, config: str(config), ("a",), ["b", "c"], tmp_path)
+    assert tuner(1) == "c" and tuner.precompiled == ["b", "c"] and not list(tmp_path.iterdir())
 
 
 def test_a_tuner_like_tritons_takes_its_first_where_all_are_to_be_compiled(

@@ -24,16 +24,14 @@ from harness.record import SCHEMA_VERSION, new_run_id, utc_now
 from harness.registry import code_hash, installed_reason, refusal
 from harness.runner import FAILED
 from harness.timing import TimingSettings
-from harness.tuners import FIRST_CONFIGURATION
+from harness.tuners import FIRST_CONFIGURATION, OF_A_CHOICE
 
 PASS = "forward_backward"
 #: Seconds that a case may take, building included.
 TIME_LIMIT_S = 60.0
-#: The same where kernels that tune themselves do so, and compile all that they may choose; not tried any more after
-#: `SLOW_CASES` that have taken longer.
-TUNING_LIMIT_S = 240.0
-#: Statuses that a kernel's tuner may be the reason for.
-OF_A_CHOICE = ("wrong_result", "crashed")
+#: As many times as long may it take where kernels that tune themselves do so, and compile all that they may choose; not
+#: tried any more after `SLOW_CASES` of an implementation's that have taken longer.
+TUNING_TIMES = 4
 #: `TIME_LIMIT_S` once `SLOW_CASES` of an implementation's have not finished; the rest is left out after
 #: `MOST_TIMEOUTS`.
 SHORT_LIMIT_S = 20.0
@@ -52,7 +50,6 @@ class Lane:
     cases: Sequence[Case]
     worker: WorkerProcess | None = None
     timeouts: int = 0
-    slow_tuning: int = 0
 
 
 @dataclass
@@ -61,7 +58,8 @@ class Suite:
 
     Attributes:
         output: the file that rows go to.
-        time_limit_s: seconds that a case may take, building included.
+        time_limit_s: seconds that a case may take, building included; `TUNING_TIMES` as many where what a case was met
+            with first was no tuner's choice.
         jobs: how many worker processes run side by side.
         on_row: told each row once it is stored.
         known: leave out what these rows say, whatever they were made with.
@@ -88,6 +86,7 @@ class Suite:
         self._gpu = gpu_name() if self.device == "cuda" else None
         self._stop = threading.Event()
         self._counting = threading.Lock()
+        self._slow_tuning: Counter[str] = Counter()
         # Once for all cases: a plugin's hash reads and parses all that it imports.
         self._made_of = {
             plugin.name: (
@@ -209,16 +208,22 @@ class Suite:
         if not untuned or row["status"] not in OF_A_CHOICE:
             return row
         # So far a choice that their tuners may never make: what they choose themselves is theirs.
-        tuning_s = max(TUNING_LIMIT_S, self.time_limit_s)
-        if lane.slow_tuning < SLOW_CASES:
+        tuning_s = TUNING_TIMES * self.time_limit_s
+        if self.deadline is not None:
+            tuning_s = min(tuning_s, self.deadline.left_s())
+        why = "no time was left for their own choice"
+        if self._slow_tuning[implementation.name] >= SLOW_CASES:
+            why = "their own choice took too long in other cases"
+        elif tuning_s > 0:
             self._close(lane)
             tuned, _ = ask(job | {"own_tuning": True}, tuning_s)
             if tuned["status"] != "timeout":
                 first = f"{FIRST_CONFIGURATION}: {row['status']}, {row['reason'].splitlines()[0]}"
                 return {**tuned, "notes": [*tuned["notes"], f"of its tuners' own choice; {first}"]}
-            lane.slow_tuning += 1
-        note = f"{FIRST_CONFIGURATION}; with their own choice such a case has not ended after {tuning_s:g} s"
-        return {**row, "notes": [*row["notes"], note]}
+            why = f"with their own choice it had not ended after {tuning_s:.0f} s"
+            with self._counting:
+                self._slow_tuning[implementation.name] += 1
+        return {**row, "notes": [*row["notes"], f"{FIRST_CONFIGURATION}; {why}"]}
 
     def _serve(self, lane: Lane, job: dict[str, Any], limit_s: float) -> tuple[Row | tuple[str, str], bool]:
         """The outcome of a job in the lane's worker, and whether a tuner in it has taken its first configuration."""
