@@ -132,8 +132,9 @@ def test_two_files_of_one_gpu_say_what_got_slower(tmp_path: Path) -> None:
     slower = changed(tmp_path, "slower", "NVIDIA H200", 1.5)
     text = printed(MEASURED, slower)
     rows = map(json.loads, MEASURED.read_text().splitlines())
-    good = [row for row in rows if (row["record"], row["status"]) == ("measurement", "ok")]
-    points = len({json.dumps([row["implementation"], row["shape"], row["pass"]]) for row in good})
+    timed = ("measurement", "ok", "cuda")
+    good = [row for row in rows if (row["record"], row["status"], row["measured_on"]) == timed]
+    points = len({json.dumps([row[name] for name in ("implementation", "variant", "shape", "pass")]) for row in good})
     assert f"{points} slower" in text and "1.50 [" in text and "several GPUs" not in text
     assert f"{points} within intervals" in printed(MEASURED, MEASURED)
 
