@@ -48,6 +48,38 @@ def beyond(value: Any, strict: bool = False) -> str:
     return ""
 
 
+def plain(value: Any) -> bool:
+    """Whether all in a value is of JSON's own types, nested no deeper than `beyond` allows, its whole numbers within 64
+    bits, its other numbers finite, its texts ASCII: then strict `beyond` finds nothing. Much faster, for what is good
+    nearly always; False says nothing."""
+    level: list[Any] = [value]
+    for _ in range(DEPTH + 1):
+        inner: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is dict:
+                if not all(type(key) is str and key.isascii() for key in item):
+                    return False
+                inner += item.values()
+            elif kind is list:
+                inner += item
+            elif kind is str:
+                if not item.isascii():
+                    return False
+            elif kind is float:
+                if not math.isfinite(item):
+                    return False
+            elif kind is int:
+                if not -WHOLE <= item <= WHOLE:
+                    return False
+            elif item is not None and kind is not bool:
+                return False
+        if not inner:
+            return True
+        level = inner
+    return False
+
+
 def _place(place: Any) -> str:
     """``points[1].device_ms: ``, from (((), "points"), 1), …; empty for the whole."""
     keys = []

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from harness import compare, store
+from harness import compare, documents, record, store
 from harness.record import clean, validate
 from harness.registry import ROOT
 from harness.regress.baseline import environment_of
@@ -107,3 +107,20 @@ def test_every_reader_takes_what_the_store_lets_through(
     content = end.join([good, *found, as_json(SEEDS[1])]) + (end if ended else b"")
     (folder / "gpu" / "rows.jsonl").write_bytes(content)
     assert use(folder) >= 2
+
+
+@given(st.one_of(st.sampled_from(SEEDS).flatmap(spoiled), values))
+@settings(SAME, max_examples=100)
+def test_the_quick_look_finds_what_the_whole_one_does(value: Any) -> None:
+    found = validate(value)
+    if documents.plain(value):
+        assert documents.beyond(value, strict=True) == ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "plain", lambda row: False)
+        assert validate(value) == found
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=lambda row: f"{row['record']}-{row['status']}-{row['measured_on']}")
+def test_the_quick_look_is_enough_for_committed_rows(seed: dict[str, Any]) -> None:
+    """But for those with a letter beyond ASCII."""
+    assert documents.plain(seed) == json.dumps(seed, ensure_ascii=False).isascii()
