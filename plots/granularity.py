@@ -94,6 +94,7 @@ def _panel(
 ) -> None:  # fmt: skip
     palette = style.colours(names)
     memory, tflops = table.paper_memory(), table.paper_tflops()
+    points = dict(iter(layers.groupby(["implementation", "shape"], sort=False)))
     x = [family.x(experts) for experts in family.experts]
     top = 0.0
     for name in names:
@@ -101,7 +102,7 @@ def _panel(
         for place, experts in zip(x, family.experts, strict=True):
             n, E, _ = experts
             shape = family.shape(experts)
-            own = layers[(layers["implementation"] == name) & (layers["shape"] == shape)]
+            own = points.get((name, shape), layers.iloc[:0])
             cuda, traced = own[own["measured_on"] == "cuda"], own[own["measured_on"] == "fake"]
             y_here = low_here = high_here = fake_here = math.nan
             if column == 0:
