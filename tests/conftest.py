@@ -201,6 +201,15 @@ def warm_moebench() -> Iterator[MoeBench]:
     assert not wait_for_no_process(bench.mark)
 
 
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that this process starts are forked from it (`warm_moebench`), which has imported what they need. It has
+    one thread for computing, so that forking is safe; what a test has patched in it they have too."""
+    import warm_moebench
+
+    monkeypatch.setattr(subprocess, "Popen", warm_moebench.Popen)
+
+
 @pytest.fixture(scope="module")
 def one_worker() -> Iterator[WorkerProcess]:
     """A worker process for all runs of a module, which end theirs: a start takes seconds. Whoever wants it puts it in

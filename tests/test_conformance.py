@@ -22,6 +22,8 @@ from harness.registry import default_registry
 from harness.routing import assign, choose_experts, expert_counts
 from harness.sweep import load_sweep
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 #: The reports that the suite was made of; what has no report is tried besides.
 REPORTS = {
     "pytorch": {"#152668", "#172439", "#192497", "#186365", " PR#150374", "#163425"},

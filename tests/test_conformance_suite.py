@@ -15,6 +15,8 @@ from harness import store
 from harness.conformance import CASES, OPERATION, OURS, get_case, suite
 from harness.process import WorkerDied, WorkerStopped, WorkerTimeout
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 CommandLine = Callable[..., tuple[int, str, str]]
 
 

@@ -26,6 +26,8 @@ from harness.session import GPU_SWEEPS, works_of
 from harness.sweep import load_sweep
 from harness.timing import TimingSettings
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 CommandLine = Callable[..., tuple[int, str, str]]
 REGISTRY = load_registry()
 H200 = ROOT / "results" / "nvidia_h200"

@@ -23,6 +23,8 @@ from harness.registry import load_registry
 from harness.shapes import MoEShape
 from harness.tuners import FIRST_CONFIGURATION
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 #: Each layer's output is multiplied by what its tuner chooses: the smallest number. None: the process dies.
 PLUGINS = """
 import os

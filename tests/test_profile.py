@@ -27,6 +27,8 @@ from harness.process import WorkerProcess
 from harness.profiling import KernelInterval
 from harness.registry import default_registry, load_registry
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 Run = Callable[..., tuple[int, str, str]]
 SIZES = ("--shape", "32,16,8,4,2")
 

@@ -23,6 +23,8 @@ from harness.shapes import MoEShape
 from harness.sweep import load_sweep
 from harness.token_rounding import METHODS
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 COUNTED = """
 [sweep]
 description = "Counted"

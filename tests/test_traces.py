@@ -28,6 +28,8 @@ from harness.routing import choose_experts, expert_counts
 from harness.shapes import MoEShape
 from harness.sweep import load_sweep
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 SHAPE = "64,32,16,8,2"
 #: 128 rows, so as they are at that shape; two experts without any.
 COUNTS = [40, 30, 0, 3, 20, 0, 10, 25]

@@ -32,6 +32,8 @@ from harness.worker import UNTIMED
 from implementations import _sonicmoe_official_kernels as official_kernels
 from implementations.sonicmoe_official import SonicMoEOfficial
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 #: Of the fake kernel: the largest is the fastest.
 BLOCKS = (16, 32, 64, 128)
 PLUGIN = """

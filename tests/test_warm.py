@@ -18,6 +18,8 @@ from harness.process import WorkerDied, WorkerProcess, WorkerStartError
 from harness.shapes import MoEShape
 from harness.warm import POINTS_A_PROCESS, Warmed, chunks, distinct
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 CommandLine = Callable[..., tuple[int, str, str]]
 SMALL = "32,16,8,4,2"
 
