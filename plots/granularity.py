@@ -229,14 +229,15 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     legend += bound_legend((variant, value) for (variant, _, _), value in bounds.items())
     width, each = 10.0, 2.45
     with style.figure_style():
-        # The notes are known only once the panels are drawn, and the page's height depends on them: draw twice.
+        # Footnotes are known only once the panels are drawn, and the page's height depends on them: then draw twice.
         for _ in range(2):
+            below = style.below(width, notes, not_measured(layers, lines, names))
             page = style.Page(
                 width=width, panels_height=each * len(lines), legend=legend, gap=0.16,
                 title="Held memory and throughput against granularity and sparsity",
                 subtitle=f"{style.gpu_text(table.gpus(layers))}, bfloat16, uniform routing, top-K.\n"
                 f"{style.PAPER_NOTE}; their held memory is Figure 13's less weights and input.",
-                notes=style.below(width, notes, not_measured(layers, lines, names)),
+                notes=below,
             )  # fmt: skip
             figure, margins = page.make()
             margins["bottom"] += 0.14 / figure.get_size_inches()[1]
@@ -247,4 +248,6 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
                     _panel(axes, family, column, layers, bounds, names, notes)
                     what = ("held after the forward", "forward", "backward")[column]
                     axes.set_title(f"{family.title}\n{what}" if column == 0 else what)
+            if not notes.entries:
+                break
         return style.save(figure, output, NAME)
