@@ -249,13 +249,15 @@ class WorkerProcess:
 
     def close(self, patience_s: float = 5.0) -> None:
         """End the worker, politely where ``patience_s`` allows, and then everything that it has started."""
+        # Also before it knows: once it has ended, nothing leads from it to a child without its environment and session.
+        started = descendants.find(self._process.pid, self._mark)
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         if patience_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=patience_s)
-        started = descendants.find(self._process.pid, self._mark)
+        started |= descendants.find(self._process.pid, self._mark, started)
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=END_LIMIT_S)

@@ -4,7 +4,9 @@ is left behind."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import time
 import uuid
@@ -12,11 +14,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from conftest import MoeBench, wait_for_no_process
+import pytest
+from conftest import FAKE_PLUGINS, MoeBench, wait_for_no_process
 from fake_plugins.fake_misbehaves import MISBEHAVIOURS, tokens_of
 from test_runner import PASSES, rows_of, write_sweep
 
+from harness import descendants
+from harness.interface import Point
+from harness.points import point_to_dict
+from harness.process import WorkerProcess
 from harness.record import validate
+from harness.shapes import MoEShape
 
 LIMIT_S = 4
 TIMED = "^right when it was checked, but after it was timed its results on the same data differ: "
@@ -216,3 +224,30 @@ def test_each_gives_the_right_row_harms_nobody_and_leaves_nothing(tmp_path: Path
     # torch's own cache is there to stay.
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     assert list(Path("/dev/shm").glob(f"{shared}*")) == []
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 5.0])
+def test_a_stranger_is_found_before_its_worker_may_end(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch, forked_workers: None
+) -> None:
+    """On a machine so busy that the worker has ended, as its standard input has, before anybody looks."""
+    nap = f"3600.{uuid.uuid4().int % 10**12}"
+    worker = WorkerProcess({"MOEBENCH_PLUGINS": str(FAKE_PLUGINS), "MOEBENCH_TEST_NAP": nap})
+    shape = MoEShape(tokens_of("leaves_stranger"), 16, 8, 4, 2)
+    point = Point("moe_layer", "fake_misbehaves", shape, "float32", device="cpu")
+    asked: dict[str, Any] = {"passes": [], "bases": {}, "settings": {}}
+    job = {"kind": "check", "point": point_to_dict(point), **asked}
+    assert [event["status"] for event in worker.run(job, 60.0) if event["event"] == "failed"] == ["out_of_memory"]
+    assert subprocess.run(["pgrep", "-f", nap], capture_output=True).stdout
+
+    def late(*arguments: Any) -> set[descendants.Process]:
+        time.sleep(0.5)
+        return find(*arguments)
+
+    find = descendants.find
+    monkeypatch.setattr(descendants, "find", late)
+    worker.close(patience_s=patience_s)
+    left = subprocess.run(["pgrep", "-f", nap], capture_output=True, text=True).stdout
+    for pid in left.split():
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left
