@@ -59,6 +59,7 @@ ShapeOption = Annotated[
     list[str] | None, typer.Option("--shape", help="Only this shape, T,d,n,E,K, or a named group (repeatable).")
 ]
 
+OperationOption = Annotated[list[str] | None, typer.Option("--operation", help="Only this operation (repeatable).")]
 MissingIn = Annotated[
     Path | None,
     typer.Option(
@@ -201,9 +202,7 @@ def run(
     only: Only = None,
     skip: Skip = None,
     shape: ShapeOption = None,
-    operation: Annotated[
-        list[str] | None, typer.Option("--operation", help="Only this operation (repeatable).")
-    ] = None,
+    operation: OperationOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip rows that are there already.")] = False,
     missing_in: MissingIn = None,
     within: Within = "",
@@ -252,9 +251,7 @@ def warm(
     only: Only = None,
     skip: Skip = None,
     shape: ShapeOption = None,
-    operation: Annotated[
-        list[str] | None, typer.Option("--operation", help="Only this operation (repeatable).")
-    ] = None,
+    operation: OperationOption = None,
     jobs: Annotated[
         int | None,
         typer.Option(help="Processes side by side, each with a layer on the GPU; default: half of the cores."),
