@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -170,13 +171,44 @@ def ask(worker: WorkerProcess, job: dict[str, Any], wanted: str, limit_s: float)
     return keep and found.get("status") != "crashed", found
 
 
+class Kept:
+    """A worker process for jobs without rows, which serves until it is no longer good. Close it.
+
+    Attributes:
+        untuned: of the worker that answered last (`WorkerProcess.untuned`).
+    """
+
+    def __init__(self, stop: threading.Event | None = None) -> None:
+        self._stop = stop
+        self._worker: WorkerProcess | None = None
+        self.untuned = False
+
+    def ask(self, job: dict[str, Any], wanted: str, limit_s: float) -> dict[str, Any]:
+        """The event that answers the job, as of `ask`.
+
+        Raises:
+            WorkerStartError: no worker comes up.
+        """
+        self._worker = self._worker or WorkerProcess(stop=self._stop)
+        keep, found = ask(self._worker, job, wanted, limit_s)
+        self.untuned = self._worker.untuned
+        if not keep:
+            self.close(patience_s=0.0)
+        return found
+
+    def close(self, patience_s: float = 1.0) -> None:
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            worker.close(patience_s=patience_s)
+
+
 class Checker:
-    """Checks points in a worker process, which serves until it is no longer good. Close it."""
+    """Checks points in a worker process that it keeps. Close it."""
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
-        self._worker: WorkerProcess | None = None
-        self._good = True
+        self._kept = Kept()
+        self.close = self._kept.close
         self._slow = 0
 
     def verdict(self, point: Point) -> tuple[bool, str, str]:
@@ -186,8 +218,7 @@ class Checker:
             WorkerStartError: no worker comes up.
         """
         passed, result, text = self._ask(point, own_tuning=False)
-        assert self._worker is not None
-        if passed or result not in OF_A_CHOICE or not self._worker.untuned:
+        if passed or result not in OF_A_CHOICE or not self._kept.untuned:
             return passed, result, text
         # Of what its tuners may never choose: a process that has taken nothing yet lets them choose.
         if self._slow < SLOW_CHOICES:
@@ -201,18 +232,10 @@ class Checker:
             self._slow += 1
         return passed, result, f"{text}; {FIRST_CONFIGURATION}; their own choice took too long"
 
-    def close(self, patience_s: float = 1.0) -> None:
-        if self._worker is not None:
-            worker, self._worker = self._worker, None
-            worker.close(patience_s=patience_s)
-
     def _ask(self, point: Point, own_tuning: bool) -> tuple[bool, str, str]:
-        if self._worker is None or not self._good:
-            self.close(patience_s=0.0)
-            self._worker = WorkerProcess()
         asked = {"passes": [], "bases": {}, "settings": {}, "own_tuning": own_tuning}
         job = {"kind": "check", "point": point_to_dict(point), **asked}
-        self._good, found = ask(self._worker, job, "checked", self._time_limit_s)
+        found = self._kept.ask(job, "checked", self._time_limit_s)
         if found.get("event") == "failed":
             return False, found["status"], found["reason"]
         if found.get("reason"):

@@ -19,13 +19,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from harness.check import ask
+from harness.check import Kept
 from harness.deadline import Deadline
 from harness.environment import environment
 from harness.errors import UserError, one_line
 from harness.interface import SHORT_DTYPES, Point, RoutingSpec
 from harness.points import point_to_dict
-from harness.process import WorkerProcess, WorkerStartError, side_by_side
+from harness.process import WorkerStartError, side_by_side
 from harness.registry import load_registry
 from harness.runner import Runner
 from harness.session import known_rows, results_folder, works_of
@@ -148,7 +148,7 @@ def chunks(points: Sequence[Point]) -> Iterator[list[Point]]:
 def _take(
     points: Sequence[Point], tell: Callable[[Warmed], None], deadline: Deadline | None, stop: threading.Event
 ) -> None:
-    worker: WorkerProcess | None = None
+    kept = Kept(stop)
     try:
         for point in points:
             left_s = TIME_LIMIT_S if deadline is None else min(TIME_LIMIT_S, deadline.left_s())
@@ -156,18 +156,12 @@ def _take(
                 tell(Warmed(point, late=True))
                 continue
             start = time.monotonic()
-            try:
-                worker = worker or WorkerProcess(stop=stop)
-            except WorkerStartError as error:
-                tell(Warmed(point, time.monotonic() - start, f"the worker process did not start: {error}"))
-                continue
             job = {"kind": "warm", "point": point_to_dict(point), "passes": [], "bases": {}, "settings": {}}
-            keep, found = ask(worker, job, "warmed", left_s)
-            reason = f"{found['status']}: {found['reason']}" if found.get("event") == "failed" else ""
-            if not keep:
-                worker.close(patience_s=0.0)
-                worker = None
+            try:
+                found = kept.ask(job, "warmed", left_s)
+                reason = f"{found['status']}: {found['reason']}" if found.get("event") == "failed" else ""
+            except WorkerStartError as error:
+                reason = f"the worker process did not start: {error}"
             tell(Warmed(point, time.monotonic() - start, reason))
     finally:
-        if worker is not None:
-            worker.close(patience_s=1.0)
+        kept.close()

@@ -265,7 +265,7 @@ class CheckStub:
     untuned, phase = True, "build"
     failure = WorkerProcess.failure
 
-    def __init__(self) -> None:
+    def __init__(self, stop: None) -> None:
         if CheckStub.ends[0] is None:
             del CheckStub.ends[0]
             raise WorkerStartError("no memory")

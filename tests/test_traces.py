@@ -342,6 +342,11 @@ def test_check_hands_it_to_the_worker(
     asked: list[Point] = []
 
     class Worker:
+        untuned = False
+
+        def __init__(self, stop: None) -> None:
+            """Nothing is started."""
+
         def run(self, job: dict[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
             point = point_from_dict(json.loads(json.dumps(job["point"])))
             asked.append(point)
@@ -353,7 +358,7 @@ def test_check_hands_it_to_the_worker(
             yield {"event": "done", "poisoned": False}
 
         def close(self, patience_s: float) -> None:
-            """Nothing was started."""
+            """As little is ended."""
 
     monkeypatch.setattr(check, "WorkerProcess", Worker)
     option = f"trace:{experts_file(tmp_path)}"

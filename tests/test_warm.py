@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from test_runner import write_sweep
 
-from harness import warm
+from harness import check, warm
 from harness.deadline import Deadline
 from harness.interface import Point, RoutingSpec
 from harness.process import WorkerDied, WorkerProcess, WorkerStartError
@@ -51,7 +51,7 @@ class Stub:
     ends: ClassVar[Iterator[dict[str, Any] | Exception]]
 
     failure = WorkerProcess.failure
-    phase = "build"
+    phase, untuned = "build", False
 
     def __init__(self, stop: threading.Event | None = None) -> None:
         self.jobs: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ def take(
     monkeypatch: pytest.MonkeyPatch, points: list[Point], *ends: Any, deadline: Deadline | None = None
 ) -> list[Warmed]:
     Stub.started, Stub.ends = [], iter(ends)
-    monkeypatch.setattr(warm, "WorkerProcess", Stub)
+    monkeypatch.setattr(check, "WorkerProcess", Stub)
     told: list[Warmed] = []
     warm._take(points, told.append, deadline, threading.Event())
     assert [found.point for found in told] == points
@@ -109,7 +109,7 @@ def test_a_process_that_does_not_start_costs_its_points_alone(monkeypatch: pytes
         def __init__(self, stop: threading.Event | None = None) -> None:
             raise WorkerStartError("no memory")
 
-    monkeypatch.setattr(warm, "WorkerProcess", Never)
+    monkeypatch.setattr(check, "WorkerProcess", Never)
     told: list[Warmed] = []
     warm._take([point(), point(n=16)], told.append, None, threading.Event())
     assert all(found.reason == "the worker process did not start: no memory" for found in told) and len(told) == 2
