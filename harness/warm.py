@@ -32,8 +32,11 @@ from harness.session import known_rows, results_folder, works_of
 from harness.sweep import load_sweep
 from harness.timing import TimingSettings
 
-#: Points of one implementation that a process takes, which pays for its start.
+#: Points of one implementation that a process takes at most, which pays for its start.
 POINTS_A_PROCESS = 4
+#: Times that each process comes back for more at least: points take between seconds and minutes, and the last process
+#: at work is waited for.
+TURNS = 2
 #: Seconds that a point may take: hundreds of kernels, on a machine that compiles as many at once as it can.
 TIME_LIMIT_S = 900.0
 
@@ -104,7 +107,7 @@ def warm(
             done.append(found)
             out.print(_line(found, f"{len(done)}/{len(points)}"), highlight=False, soft_wrap=True)
 
-    side_by_side([partial(_take, chunk, tell, deadline, stop) for chunk in chunks(points)], jobs, stop)
+    side_by_side([partial(_take, chunk, tell, deadline, stop) for chunk in chunks(points, jobs)], jobs, stop)
     cold = [found for found in done if found.reason or found.late]
     out.print(
         f"{len(done) - len(cold)} of {len(done)} points warm in {time.monotonic() - start:.0f} s"
@@ -138,11 +141,12 @@ def distinct(points: Iterable[Point]) -> list[Point]:
     return list(dict.fromkeys(plain))
 
 
-def chunks(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """What one process takes at a time: points of one implementation."""
+def chunks(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:
+    """What one of ``jobs`` processes takes at a time: points of one implementation, few enough that all have work."""
+    size = max(1, min(POINTS_A_PROCESS, len(points) // (jobs * TURNS)))
     for name in dict.fromkeys(point.implementation for point in points):
         own = [point for point in points if point.implementation == name]
-        yield from (own[start : start + POINTS_A_PROCESS] for start in range(0, len(own), POINTS_A_PROCESS))
+        yield from (own[start : start + size] for start in range(0, len(own), size))
 
 
 def _take(

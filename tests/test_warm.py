@@ -38,10 +38,15 @@ def test_a_point_is_built_once() -> None:
 
 def test_a_process_takes_points_of_one_implementation() -> None:
     points = [point(name, n) for n in range(8, 14) for name in ("torch_loop", "sonicmoe_torch")]
-    taken = list(chunks(points))
+    taken = list(chunks(points, jobs=1))
     assert sorted(len(its) for its in taken) == [2, 2, POINTS_A_PROCESS, POINTS_A_PROCESS]
     assert all(len({one.implementation for one in its}) == 1 for its in taken)
-    assert {one for its in taken for one in its} == set(points) and list(chunks([])) == []
+    assert {one for its in taken for one in its} == set(points) and list(chunks([], 1)) == []
+
+
+@pytest.mark.parametrize(("points", "jobs", "processes"), [(17, 9, 17), (16, 3, 8), (16, 1, 4), (3, 100, 3)])
+def test_no_process_takes_so_many_that_others_wait_for_it(points: int, jobs: int, processes: int) -> None:
+    assert len(list(chunks([point(n=n) for n in range(8, 8 + points)], jobs))) == processes
 
 
 class Stub:
