@@ -18,6 +18,8 @@ from typing import Any
 
 #: Precedes what became of a point with what its kernels' tuners took untimed.
 FIRST_CONFIGURATION = "with the first configuration that its tuners offer"
+#: Begins the note of an outcome that is of what they chose, after it was none with the first.
+OWN_CHOICE = "of its tuners' own choice"
 #: Outcomes that a tuner's choice may be the reason for.
 OF_A_CHOICE = ("wrong", "wrong_result", "crashed")
 

@@ -27,7 +27,7 @@ BEGIN, END = "<!-- numbers: begin (made by python -m plots.numbers) -->", "<!-- 
 OFFICIAL = "sonicmoe_official"
 OURS = "sonicmoe_triton"
 #: Baselines whose ratios stand in the table.
-BASELINES = ("scattermoe", "deepgemm", "deepgemm_pp", "torch_grouped_mm")
+BASELINES = ("scattermoe", "momoe", "deepgemm", "deepgemm_pp", "torch_grouped_mm")
 PASS_TEXT = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 #: Endings of the columns of a ratio and of its interval.
 _VALUE_PARTS = ("", "_low", "_high")

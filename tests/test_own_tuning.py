@@ -21,7 +21,7 @@ from harness.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerT
 from harness.record import validate
 from harness.registry import load_registry
 from harness.shapes import MoEShape
-from harness.tuners import FIRST_CONFIGURATION
+from harness.tuners import FIRST_CONFIGURATION, OWN_CHOICE
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -131,7 +131,7 @@ def test_cases_of_a_kernel_that_tunes_itself(plugins: Path, tmp_path: Path) -> N
     assert not told["right"] and not told["untuned"]
     for name in ("maligned", "wrong"):
         (note,) = told[name]
-        assert note.startswith("of its tuners' own choice; ") and ": wrong_result, relative L2 error above" in note
+        assert note.startswith(f"{OWN_CHOICE}; ") and ": wrong_result, relative L2 error above" in note
     # Twice and four times the right output.
     assert "output 3 >" in told["wrong"][0] and "output 1 >" in rows["wrong"]["reason"]
 

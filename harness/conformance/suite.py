@@ -24,7 +24,7 @@ from harness.record import SCHEMA_VERSION, new_run_id, utc_now
 from harness.registry import code_hash, installed_reason, refusal
 from harness.runner import FAILED
 from harness.timing import TimingSettings
-from harness.tuners import FIRST_CONFIGURATION, OF_A_CHOICE
+from harness.tuners import FIRST_CONFIGURATION, OF_A_CHOICE, OWN_CHOICE
 
 PASS = "forward_backward"
 #: Seconds that a case may take, building included.
@@ -219,7 +219,7 @@ class Suite:
             tuned, _ = ask(job | {"own_tuning": True}, tuning_s)
             if tuned["status"] != "timeout":
                 first = f"{FIRST_CONFIGURATION}: {row['status']}, {row['reason'].splitlines()[0]}"
-                return {**tuned, "notes": [*tuned["notes"], f"of its tuners' own choice; {first}"]}
+                return {**tuned, "notes": [*tuned["notes"], f"{OWN_CHOICE}; {first}"]}
             why = f"with their own choice it had not ended after {tuning_s:.0f} s"
             with self._counting:
                 self._slow_tuning[implementation.name] += 1
