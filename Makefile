@@ -9,6 +9,9 @@ STAMP := $(VENV)/.installed
 # Of pyproject.toml; with browser too, the page's tests run where Chromium and its driver are.
 EXTRAS ?= dev
 export MPLBACKEND := Agg
+# Python compiles what is imported when it is imported first, which of thousands of installed files are few, and keeps it
+# whatever the shell says: sweeps and tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help reproduce test check smoke regress plots report baselines clean
@@ -20,8 +23,8 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -r $(REQUIREMENTS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-compile \
+	  -r $(REQUIREMENTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 baselines: $(STAMP)  ## install the baselines' packages on a GPU node, one by one; a failure is reported and stops nothing

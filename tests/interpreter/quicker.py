@@ -1,4 +1,4 @@
-"""Triton's interpreter without four things that it does again and again: half of these tests' time."""
+"""Triton's interpreter without some things that it does again and again: most of these tests' time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.language.standard import _xor_combine
 from triton.runtime import interpreter
 
 
@@ -32,6 +34,24 @@ def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return scope
 
     return once
+
+
+def _patch_builtins_of(patch: Callable[..., None]) -> Callable[..., None]:
+    """A patch looks through all that a module or class has, hundreds of names, for the few that are builtins."""
+    known: dict[Any, list[str]] = {}
+
+    def patch_these(place: Any, builder: Any, scope: Any) -> None:
+        if place not in known:
+            before = len(scope._changes)
+            patch(place, builder, scope)
+            known[place] = [name for _, name, _ in scope._changes[before:]]
+            return
+        for name in known[place]:
+            member = getattr(place, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(place, name, member, builder, scope)
+
+    return patch_these
 
 
 def _block_type_of(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
@@ -76,12 +96,65 @@ def _numpy_dtype_of(numpy_of: Callable[[Any], numpy.dtype]) -> Callable[[Any], n
     return remembered
 
 
+def _overflow_check_of(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
+    """Sums and products of integers are computed once more, in 64 bits, for an assertion that is made only if debugging
+    is asked for."""
+
+    def where_it_is_made(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        if self.builder.options.debug:
+            check(self, lhs, rhs, operation)
+
+    return where_it_is_made
+
+
+def _operands_of(promoted: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Operands of one type need neither promotion nor broadcasting, which is found out at length."""
+
+    def unless_they_are_alike(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> tuple[Any, Any]:
+        plain = type(lhs) is tl.tensor and type(rhs) is tl.tensor and not named.get("div_or_mod") and len(rules) < 4
+        if plain and lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return promoted(self, lhs, rhs, *rules, **named)
+
+    return unless_they_are_alike
+
+
+def _broadcast_of(broadcast: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Blocks of one shape stay as they are, which is found out size by size."""
+
+    def unless_they_are_alike(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        blocks = lhs.type.is_block(), rhs.type.is_block()
+        if blocks[0] == blocks[1] and lhs.handle.data.shape == rhs.handle.data.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return unless_they_are_alike
+
+
+def _reduction_of(apply: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Reductions that NumPy has are left to it, but for the exclusive or: a sort's comparisons."""
+
+    def with_exclusive_or(self: Any, tensors: Any) -> Any:
+        if self.combine_fn is not _xor_combine:
+            return apply(self, tensors)
+        (tensor,) = tensors
+        found = numpy.bitwise_xor.reduce(tensor.handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(found, tensor.dtype)
+
+    return with_exclusive_or
+
+
 #: Where, what, and what makes the quicker one of Triton's own.
 _CHANGES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (interpreter, "_patch_lang", _patch_once),
+    (interpreter, "_patch_builtin", _patch_builtins_of),
     (tl.block_type, "__init__", _block_type_of),
     (tl.tensor, "__init__", _tensor_of),
     (interpreter, "_get_np_dtype", _numpy_dtype_of),
+    (TritonSemantic, "binary_op_sanitize_overflow_impl", _overflow_check_of),
+    (TritonSemantic, "binary_op_type_checking_impl", _operands_of),
+    (TritonSemantic, "broadcast_impl_value", _broadcast_of),
+    (interpreter.ReduceOps, "apply_impl", _reduction_of),
 )
 #: Where, what, Triton's own.
 ORIGINALS = tuple((place, name, getattr(place, name)) for place, name, _ in _CHANGES)
