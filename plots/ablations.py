@@ -144,10 +144,23 @@ def traffic_ms(series: Series, shape: str, gpu: str) -> float:
     return series.extra(MoEShape.parse(shape)) * ELEMENT_BYTES["bfloat16"] / rates.bytes_per_s * 1e3
 
 
-def point(rows: pd.DataFrame, series: Series, shape: str, where: str, notes: style.Footnotes) -> Point | None:
+def fused_kernels(rows: pd.DataFrame) -> pd.DataFrame:
+    """The measurements of what the ratios of `comparisons` are of."""
+    chosen = _chosen(rows)
+    return chosen[chosen["record"] == "measurement"]
+
+
+def point(
+    compared: pd.DataFrame, fused: pd.DataFrame, series: Series, shape: str, where: str, notes: style.Footnotes
+) -> Point | None:
     """A series at one shape, the reason of a failure to ``notes``; None without a row. The time saved is
-    (ratio - 1) times the fused kernel's, so that it is as exact as the ratio."""
-    own = _at(comparisons(rows), series, shape)
+    (ratio - 1) times the fused kernel's, so that it is as exact as the ratio.
+
+    Args:
+        compared: of `comparisons`.
+        fused: of `fused_kernels`.
+    """
+    own = _at(compared, series, shape)
     row = table.best_row(
         own[(own["numerator"] == series.numerator) & (own["denominator"] == series.denominator)], "value"
     )
@@ -156,9 +169,8 @@ def point(rows: pd.DataFrame, series: Series, shape: str, where: str, notes: sty
     if row["status"] not in table.NUMBERS_ALLOWED:
         who = row["numerator_label"] or style.label(series.numerator)
         return Point(failed=notes.mark(who, row["status"], row["reason"], where))
-    chosen = _chosen(rows)
-    fused = _at(chosen[chosen["record"] == "measurement"], series, shape)
-    measured = table.best_row(fused[fused["implementation"] == series.denominator], "device_ms")
+    kernel = _at(fused, series, shape)
+    measured = table.best_row(kernel[kernel["implementation"] == series.denominator], "device_ms")
     # A failure's time is NaN.
     scale = math.nan if measured is None else measured["device_ms"] / traffic_ms(series, shape, row["gpu"])
     value, low, high = row["value"], row["value_low"], row["value_high"]
@@ -211,14 +223,15 @@ def _note(axes: Axes, text: str) -> None:
 class _Panel:
     """Two axes, one above the other, over the twelve shapes."""
 
-    def __init__(self, title: str, rows: pd.DataFrame, notes: style.Footnotes) -> None:
+    def __init__(self, title: str, compared: pd.DataFrame, fused: pd.DataFrame, notes: style.Footnotes) -> None:
         self.title, self.series = title, PANELS[title]
         self.found: list[list[tuple[float, Point]]] = []
         several = len(self.series) > 1
         for index, series in enumerate(self.series):
             shift = 0.2 * (index - (len(self.series) - 1) / 2) * several
             points = [
-                (x + shift, point(rows, series, shape, f"{title[:3]} {model}", notes)) for x, model, shape in places()
+                (x + shift, point(compared, fused, series, shape, f"{title[:3]} {model}", notes))
+                for x, model, shape in places()
             ]
             self.found.append([(x, its) for x, its in points if its is not None])
 
@@ -299,7 +312,8 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     names = table.gpus(compared)
     rates = rates_of(names[0]) if names else None
     notes = style.Footnotes()
-    panels = [_Panel(title, everything, notes) for title in PANELS]
+    fused = fused_kernels(everything)
+    panels = [_Panel(title, compared, fused, notes) for title in PANELS]
     width, columns = 10.0, 3
     speed = f" ({rates.bytes_per_s / 1e12:g} TB/s by its datasheet)" if rates else ""
     with style.figure_style():

@@ -26,11 +26,9 @@ from plots.token_rounding_series import (
     Family,
     Moved,
     Point,
-    accounts,
+    Rounded,
     choose,
-    comparisons,
     in_order,
-    measurements,
     method_label,
     moved,
     paying,
@@ -183,11 +181,9 @@ class _Figure:
     """What is drawn, gathered from the rows once: rows of panels, legend, caption."""
 
     def __init__(self, everything: pd.DataFrame) -> None:
-        self.everything = everything
-        self.accounts, self.measured = accounts(everything), measurements(everything)
-        self.compared = comparisons(everything)
-        gpu = pd.concat([self.measured, self.compared])
-        self.counted, self.timed, self.left = choose(self.accounts, gpu)
+        self.found = Rounded.among(everything)
+        gpu = pd.concat([self.found.measurements, self.found.comparisons])
+        self.counted, self.timed, self.left = choose(self.found.accounts, gpu)
         self.notes = style.Footnotes()
         self.labels = labels(everything)
         self.methods: set[str] = set()
@@ -209,7 +205,7 @@ class _Figure:
         if family is None:
             self.lines.append(([lambda axes: style.sentence(axes, NO_ACCOUNTS)], 0.45))
             return
-        own = family.of(self.accounts)
+        own = family.of(self.found.accounts)
         methods = in_order(own["method"], METHODS)
         distributions = in_order(own["distribution"], DISTRIBUTIONS)
         self.methods |= set(methods)
@@ -252,7 +248,7 @@ class _Figure:
         if family is None:
             self.lines.append(([lambda axes: style.sentence(axes, NO_GPU_ROWS)], 0.45))
             return
-        measured, compared = family.of(self.measured), family.of(self.compared)
+        measured, compared = family.of(self.found.measurements), family.of(self.found.comparisons)
         distributions = in_order(measured["distribution"], DISTRIBUTIONS)
         passes = in_order(measured["pass"], PASSES)
         if {"forward", "backward"} <= set(passes):
@@ -288,15 +284,13 @@ class _Figure:
                 for method in in_order(of_distribution["denominator_method"], METHODS)
             ]
             ratios = {
-                (direction, key): self._keep(
-                    speedups(self.everything, family, *key, distribution, direction, self.notes)
-                )
+                (direction, key): self._keep(speedups(self.found, family, *key, distribution, direction, self.notes))
                 for direction in passes
                 for key in keys
             }
             self.methods |= {method for (_, (_, _, method)) in ratios}
             self._note_paying(family, ratios, distribution)
-            expected = {direction: prediction(self.everything, family, distribution, direction) for direction in passes}
+            expected = {direction: prediction(self.found, family, distribution, direction) for direction in passes}
             self.lines.append((
                 [self._ratio_panel(family, ratios, direction, distribution, expected) for direction in passes], 1.85
             ))  # fmt: skip
@@ -380,10 +374,10 @@ class _Figure:
             entries.append((Line2D([], [], color=style.BLACK, linewidth=1.3), "(b) added − dropped"))
         family = self.timed
         if family is not None:
-            if len(family.of(self.measured)):
+            if len(family.of(self.found.measurements)):
                 entries.append((_line("#666666"), "(c) model FLOPs"))
                 entries.append((_line("#666666", "o", _DASHED, True), "(c) with padded rows"))
-            compared = family.of(self.compared)
+            compared = family.of(self.found.comparisons)
             names = style.ordered(compared["numerator"])
             for name, colour in style.colours(names).items():
                 entries.append((Patch(facecolor=colour, edgecolor=style.edge(colour), linewidth=0.5),
@@ -404,7 +398,7 @@ class _Figure:
         texts = []
         if self.counted is not None:
             texts.append("(a), (b): rows counted on a CPU, which hold for any kernel with this M tile.")
-        names = table.gpus(pd.concat([self.measured, self.compared]))
+        names = table.gpus(pd.concat([self.found.measurements, self.found.comparisons]))
         if self.timed is not None:
             texts.append(f"(c), (d): measured on {', '.join(names) or 'a GPU without a name'}, bfloat16.")
         else:
@@ -423,12 +417,12 @@ class _Figure:
             )
             cut = " Longer bars are cut; the number in one is its full length." if self.cut else ""
             texts.append(f"(b) Against top-K's rows, as a share of T·K.{cut}")
-        if self.timed is not None and len(self.timed.of(self.measured)):
+        if self.timed is not None and len(self.timed.of(self.found.measurements)):
             texts.append(
                 "(c) The experts alone, routing given: FLOPs of the routed rows (model) and of the padded rows, over "
                 "the GPU's busy time; whiskers: 95 % interval of the median. The axes do not start at zero."
             )
-        if self.timed is not None and len(self.timed.of(self.compared)):
+        if self.timed is not None and len(self.timed.of(self.found.comparisons)):
             claim = table.claims()["token-rounding-kernel-speedup"]["value"]
             texts.append(
                 "(d) Time with top-K / time with rounding (ratio rows of the latest run, 95 % interval), times rows "

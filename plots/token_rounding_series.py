@@ -121,6 +121,19 @@ def comparisons(rows: pd.DataFrame) -> pd.DataFrame:
     ]
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """All rows that a routing's numbers come from."""
+
+    accounts: pd.DataFrame
+    measurements: pd.DataFrame
+    comparisons: pd.DataFrame
+
+    @classmethod
+    def among(cls, rows: pd.DataFrame) -> Rounded:
+        return cls(accounts(rows), measurements(rows), comparisons(rows))
+
+
 def families(rows: pd.DataFrame) -> list[Family]:
     """The families among rows, those with the most numbers of experts first."""
     found: dict[tuple[int, int, int, int, str], set[int]] = {}
@@ -230,11 +243,9 @@ def throughput(
     return model, hardware
 
 
-def counts(
-    everything: pd.DataFrame, family: Family, experts: int, method: str, distribution: str
-) -> tuple[float, float]:
+def counts(found: Rounded, family: Family, experts: int, method: str, distribution: str) -> tuple[float, float]:
     """(routed rows, padded rows) of a method: of the routing that a GPU ran, else of an account; NaN if unknown."""
-    for source in (measurements(everything), comparisons(everything), accounts(everything)):
+    for source in (found.measurements, found.comparisons, found.accounts):
         own = _of(family.of(source), experts, method, distribution)
         row = table.best_row(own, "routed_rows")
         if row is not None and not _failed(row):
@@ -243,12 +254,12 @@ def counts(
 
 
 def speedups(
-    everything: pd.DataFrame, family: Family, implementation: str, operation: str, method: str, distribution: str,
+    found: Rounded, family: Family, implementation: str, operation: str, method: str, distribution: str,
     direction: str, notes: Notes,
 ) -> list[Point]:  # fmt: skip
     """Speed-up per routed row over top-K, by E: time with top-K / time with the method, times the method's rows / those
     of top-K."""
-    own = family.of(comparisons(everything))
+    own = family.of(found.comparisons)
     own = own[
         (own["numerator"] == implementation)
         & (own["operation"] == operation)
@@ -263,9 +274,9 @@ def speedups(
             continue
         before, after = row["routed_rows"], row["denominator_rows"]
         if math.isnan(before):
-            before, _ = counts(everything, family, experts, TOP_K, distribution)
+            before, _ = counts(found, family, experts, TOP_K, distribution)
         if math.isnan(after):
-            after, _ = counts(everything, family, experts, method, distribution)
+            after, _ = counts(found, family, experts, method, distribution)
         if not (before > 0 and after > 0):
             who = style.label(implementation, {implementation: row["numerator_label"]})
             notes.mark(who, "no speed-up per row", "the rows that were routed are not known",
@@ -300,12 +311,12 @@ def paying(points: Iterable[Point], k: int) -> str:
 PADDED_SHARE = {"forward": 1.0, "backward": 1 / 2, "forward_backward": 2 / 3}
 
 
-def prediction(everything: pd.DataFrame, family: Family, distribution: str, direction: str) -> list[Point]:
+def prediction(found: Rounded, family: Family, distribution: str, direction: str) -> list[Point]:
     """By E: the speed-up per routed row if time went with the FLOPs, those of top-K's padded rows where tiles lie over
     rows, and rounding left no padding: 1 + share · (padded / routed rows − 1)."""
     points = []
     for experts in family.experts:
-        routed, padded = counts(everything, family, experts, TOP_K, distribution)
+        routed, padded = counts(found, family, experts, TOP_K, distribution)
         gain = padded / routed - 1 if routed > 0 else math.nan
         points.append(Point(experts, 1 + PADDED_SHARE.get(direction, math.nan) * gain))
     return points

@@ -136,8 +136,13 @@ def test_what_stands_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert figure.NOT_MEASURED in texts([ratio(SERIES[0], SHAPES[0], 1.2)], monkeypatch, tmp_path)
 
 
+def at(rows: list[dict[str, Any]], series: figure.Series, shape: str, notes: style.Footnotes) -> figure.Point | None:
+    every = table.frame(rows)
+    return figure.point(figure.comparisons(every), figure.fused_kernels(every), series, shape, "here", notes)
+
+
 def numbers(rows: list[dict[str, Any]], series: figure.Series, shape: str) -> figure.Point | None:
-    return figure.point(table.frame(rows), series, shape, "here", style.Footnotes())
+    return at(rows, series, shape, style.Footnotes())
 
 
 def test_time_saved_over_the_extra_traffic() -> None:
@@ -169,7 +174,7 @@ def test_variants_are_told_apart() -> None:
 def test_a_failure_has_no_number_and_a_reason() -> None:
     notes = style.Footnotes()
     failed = ratio(SERIES[0], SHAPES[0], 1.0) | {"status": "crashed", "reason": "exit code 1", "value": None}
-    its = figure.point(table.frame([failed]), SERIES[0], SHAPES[0], "here", notes)
+    its = at([failed], SERIES[0], SHAPES[0], notes)
     assert its == figure.Point(failed="¹")
     assert "exit code 1" in notes.lines(200)[0]
 

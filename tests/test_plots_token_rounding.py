@@ -241,7 +241,7 @@ def test_throughput_is_over_the_busy_time() -> None:
 def test_the_speed_up_is_per_routed_row() -> None:
     args = FAMILY, "sonicmoe_triton", "routed_experts", "nearest", "uniform", "forward"
     everything = table.frame([ratio(16, value=1.2), ratio(32, value=1.3, direction="backward")])
-    points = series.speedups(everything, *args, style.Footnotes())
+    points = series.speedups(series.Rounded.among(everything), *args, style.Footnotes())
     scale = 16128 / 16384
     assert (points[0].value, points[0].low, points[0].high) == pytest.approx((1.2 * scale, 1.18 * scale, 1.23 * scale))
     assert math.isnan(points[1].value)
@@ -265,13 +265,15 @@ def test_row_counts_of_a_ratio_without_them_come_from_other_rows() -> None:
     args = FAMILY, "sonicmoe_triton", "moe_layer", "nearest", "uniform", "forward"
     bare = ratio(16, value=1.2, operation="moe_layer", counted=False)
     with_accounts = table.frame([bare, account(16, "top_k"), account(16, "nearest")])
-    assert series.speedups(with_accounts, *args, style.Footnotes())[0].value == pytest.approx(1.2 * 16128 / 16384)
+    assert series.speedups(series.Rounded.among(with_accounts), *args, style.Footnotes())[0].value == pytest.approx(
+        1.2 * 16128 / 16384
+    )
     # What a GPU ran goes before what was counted.
     other = measured(16, "nearest", routing=measured(16, "nearest")["routing"] | {"routed_rows": 8192})
     with_gpu = table.frame([bare, other, account(16, "top_k"), account(16, "nearest")])
-    assert series.speedups(with_gpu, *args, style.Footnotes())[0].value == pytest.approx(0.6)
+    assert series.speedups(series.Rounded.among(with_gpu), *args, style.Footnotes())[0].value == pytest.approx(0.6)
     notes = style.Footnotes()
-    (alone, *_) = series.speedups(table.frame([bare]), *args, notes)
+    (alone, *_) = series.speedups(series.Rounded.among(table.frame([bare])), *args, notes)
     assert alone.failed and math.isnan(alone.value)
     assert "rows that were routed are not known" in notes.lines(200)[0]
 
@@ -279,7 +281,7 @@ def test_row_counts_of_a_ratio_without_them_come_from_other_rows() -> None:
 def test_the_prediction_is_top_ks_padding() -> None:
     for rows in ([account(16, "top_k"), account(16, "nearest")], [ratio(16)], [measured(16, "top_k")]):
         for direction, expected in (("forward", 1.25), ("backward", 1.125), ("forward_backward", 1 + 0.25 * 2 / 3)):
-            points = series.prediction(table.frame(rows), FAMILY, "uniform", direction)
+            points = series.prediction(series.Rounded.among(table.frame(rows)), FAMILY, "uniform", direction)
             assert points[0].value == pytest.approx(expected)
             assert math.isnan(points[1].value)
 
@@ -324,8 +326,8 @@ def test_failures_have_no_number_and_a_reason() -> None:
     args = "sonicmoe_official", "top_k", "uniform", "forward", notes
     model, hardware = series.throughput(series.measurements(everything), FAMILY, *args)
     assert model[2].failed and math.isnan(model[2].value) and math.isnan(hardware[2].value)
-    speed = series.speedups(everything, FAMILY, "sonicmoe_official", "routed_experts", "nearest", "uniform", "forward",
-                            notes)  # fmt: skip
+    their = "sonicmoe_official", "routed_experts", "nearest", "uniform", "forward", notes
+    speed = series.speedups(series.Rounded.among(everything), FAMILY, *their)
     assert speed[2].failed and not speed[1].failed
     assert notes.lines(200) == [
         "¹ Routing, crashed: exit code 1.",
@@ -343,7 +345,11 @@ def test_unstable_points_are_drawn_and_marked() -> None:
     assert [point.unstable for point in model] == [False, True, False]
     assert not math.isnan(model[1].value)
     args = FAMILY, "sonicmoe_triton", "routed_experts", "nearest", "uniform", "forward", style.Footnotes()
-    assert [point.unstable for point in series.speedups(everything, *args)] == [False, True, False]
+    assert [point.unstable for point in series.speedups(series.Rounded.among(everything), *args)] == [
+        False,
+        True,
+        False,
+    ]
     up = series.moved(series.accounts(everything), FAMILY, "up", "uniform")
     assert [point.unstable for point in up] == [False, False, True]
     assert "slash: unstable" in texts(several())
