@@ -708,6 +708,7 @@ def readme_kernel() -> str:
     return block
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_the_readmes_kernel_is_measured_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = readme_kernel()
     assert len(block.splitlines()) <= 24

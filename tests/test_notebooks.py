@@ -71,6 +71,7 @@ def test_there_are_notebooks() -> None:
     assert {path.stem for path in NOTEBOOKS} >= {"explore", "add_a_baseline", "memory_efficient_backward"}
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_leaves_nothing(path: Path, clean_state: pytest.MonkeyPatch) -> None:
     clean_state.chdir(FOLDER)

@@ -61,6 +61,7 @@ def test_a_saved_benchmark_holds_the_device_samples_and_compares(tmp_path: Path)
     assert len(json.loads((tmp_path / "one.json").read_text())["benchmarks"]) == 2
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_workers_samples_are_those_behind_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from harness.registry import load_registry
     from harness.runner import Runner, Work
