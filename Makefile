@@ -41,8 +41,8 @@ reproduce: $(STAMP) $(if $(HAS_GPU),baselines)  ## measure what this machine can
 	$(BIN)/moebench reproduce $(if $(WITHIN),--within $(WITHIN))
 
 test: $(STAMP)  ## the test suite; no GPU needed
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter
-	$(BIN)/python -m pytest -n 2 --benchmark-disable
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/interpreter
+	$(BIN)/python -m pytest -n 2 --dist worksteal --benchmark-disable
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .
