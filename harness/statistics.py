@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.special import bdtr
 
 #: Below this many samples no pair of order statistics covers the median with 95 % confidence: 1 - 2 * 0.5**5 = 0.94.
 LEAST_SAMPLES = 6
@@ -42,6 +41,9 @@ def median_interval(samples: Iterable[float], confidence: float = 0.95) -> tuple
         raise ValueError(f"confidence={confidence}: must lie between 0 and 1")
     ordered = np.sort(_checked(samples))
     n = ordered.size
+    # Here, since most processes time nothing.
+    from scipy.special import bdtr
+
     below = bdtr(np.arange(n, dtype=np.float64), n, 0.5)
     rank = max(int(np.searchsorted(below, (1.0 - confidence) / 2.0)), 1)
     return float(ordered[rank - 1]), float(ordered[n - rank])
