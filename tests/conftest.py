@@ -43,26 +43,13 @@ collect_ignore_glob = ["test_triton_compile_*.py"] if INTERPRETED else ["interpr
 @pytest.fixture(autouse=True, scope="module")
 def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Much of a figure's time goes into its pixels, which no test looks at, and into reading the paper's values again
-    for every bar. `test_plots` draws every figure both ways; of what else is drawn the second way is left out, which
-    draws the same again."""
+    for every bar."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if request.module.__name__.startswith(("test_plots", "test_session", "test_cli")):
             from plots import rows, style
 
             monkeypatch.setattr(style, "PNG_DPI", 40)
             monkeypatch.setattr(rows, "_paper", functools.cache(rows._paper))
-        if request.module.__name__.startswith("test_plots_"):
-            from matplotlib.figure import Figure
-
-            savefig = Figure.savefig
-
-            def vectors_alone(self: Figure, path: Path, **options: object) -> None:
-                if path.suffix == ".png":
-                    path.write_bytes(path.with_suffix(".svg").read_bytes())
-                else:
-                    savefig(self, path, **options)  # type: ignore[arg-type]
-
-            monkeypatch.setattr(Figure, "savefig", vectors_alone)
         yield
 
 

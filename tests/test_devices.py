@@ -121,8 +121,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.usefixtures("two_gpus", "forked_workers")
 def test_two_gpus_measure_side_by_side_and_one_point_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = (8, 16, 24, 40, 48)
     sweep = write(tmp_path, tokens, limit=60)
