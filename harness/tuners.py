@@ -20,6 +20,10 @@ from typing import Any
 FIRST_CONFIGURATION = "with the first configuration that its tuners offer"
 #: Begins the note of an outcome that is of what they chose, after it was none with the first.
 OWN_CHOICE = "of its tuners' own choice"
+#: Where the choices are from that quack's tuner finds on a machine: made at some time, beside who knows what.
+QUACK_CACHE = "the machine's quack cache"
+#: Ends the note of a row all of whose choices are from there.
+FOUND = f"0 tuned while building, the others from {QUACK_CACHE}"
 #: Outcomes that a tuner's choice may be the reason for.
 OF_A_CHOICE = ("wrong", "wrong_result", "crashed")
 

@@ -16,7 +16,7 @@ from harness.documents import load_json
 from harness.errors import UserError
 from harness.interface import KERNELS, Implementation, Layer, Point, Problem
 from harness.token_rounding import GeneralRouting
-from harness.tuners import take_first
+from harness.tuners import QUACK_CACHE, take_first
 from implementations import _sonicmoe_official_kernels
 
 #: Part of a kernel's name (lower case) -> role; the first match wins. Down, dX, dW1 and dW2 are one kernel class,
@@ -198,7 +198,7 @@ class SonicMoEOfficial(Implementation):
         layer.call_once(problem)
 
         tuned = len(set(cache.glob("*/*.autotune.json")) - before)
-        source = path if winners else "the machine's quack cache"
+        source = path if winners else QUACK_CACHE
         tiles = f"{tuned} tuned while building, the others from {source}"
         if untimed:
             tiles = "the first of the tuner's that ran, none timed"

@@ -25,7 +25,8 @@ REFERENCES = ("sonicmoe_official", "sonicmoe_triton", "sonicmoe_torch")
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of times and its 95 % interval; ``points`` of them went into a mean. All NaN where there is none."""
+    """A ratio of times and its 95 % interval; ``points`` of them went into a mean. All NaN where there is none.
+    ``found_choices``: as the column of `plots.rows.COLUMNS`."""
 
     value: float = math.nan
     low: float = math.nan
@@ -33,6 +34,7 @@ class Ratio:
     points: int = 0
     unstable: bool = False
     text: str = ""
+    found_choices: bool = False
 
 
 def ratios(rows: pd.DataFrame, reference: str, baseline: str) -> dict[str, Ratio]:
@@ -59,7 +61,9 @@ def ratios(rows: pd.DataFrame, reference: str, baseline: str) -> dict[str, Ratio
             value, low, high = row["value"], row["value_low"], row["value_high"]
             if turned:
                 value, low, high = 1 / value, 1 / high, 1 / low
-            found[row["shape"]] = Ratio(value, low, high, 1, row["status"] == "unstable")
+            found[row["shape"]] = Ratio(
+                value, low, high, 1, row["status"] == "unstable", found_choices=row["found_choices"] > 0
+            )
     return found
 
 

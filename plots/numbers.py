@@ -28,6 +28,8 @@ OFFICIAL = "sonicmoe_official"
 OURS = "sonicmoe_triton"
 #: Baselines whose ratios stand in the table.
 BASELINES = ("scattermoe", "momoe", "deepgemm", "deepgemm_pp", "torch_grouped_mm")
+#: Beside a ratio with tiles of the official kernels that were found on the machine.
+FOUND_CHOICES = "SonicMoE's tiles as found on the machine"
 PASS_TEXT = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 #: Endings of the columns of a ratio and of its interval.
 _VALUE_PARTS = ("", "_low", "_high")
@@ -325,7 +327,8 @@ def _open_models(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
         own = found[found["shape"] == shape]
         if len(own):
             text = f"forward + backward: time of SonicMoE / our Triton layer, a layer of {model}, T = 16384"
-            lines.append((text, "–", _interval(own.iloc[-1])))
+            remark = f"; {FOUND_CHOICES}" if own.iloc[-1]["found_choices"] else ""
+            lines.append((text, "–", _interval(own.iloc[-1]) + remark))
     return lines
 
 

@@ -24,6 +24,8 @@ SWEEP = table.ROOT / "sweeps" / "open_models.toml"
 PASSES = {"forward_backward": "Forward + backward", "forward": "Forward", "backward": "Backward"}
 #: Whose time the ratios are over, and whose time is compared with it.
 REFERENCE, BASELINES = "sonicmoe_triton", ("sonicmoe_official", "scattermoe")
+#: Beside a ratio whose tiles were found on the machine.
+FOUND_MARK = "*"
 NO_ROWS = (
     "No rows yet: nobody has measured the layers of open models here.\n"
     "On a machine with a GPU:  moebench run open_models"
@@ -68,6 +70,31 @@ def group_name(model: str, shape: str) -> str:
     return f"{model}\nd = {d}, n = {n}\nE = {experts}, K = {k}"
 
 
+def _found_choices(
+    layers: pd.DataFrame, names: Iterable[str], compared: Mapping[str, Mapping[str, Ratio]], texts: dict[str, str]
+) -> list[str]:
+    """A sentence on the ratios and bars with choices that were found on the machine (`harness.tuners.FOUND`), where
+    there are any."""
+    places = []
+    for name in dict.fromkeys((*compared, *names)):
+        own = table.latest(layers[layers["implementation"] == name])
+        shapes = set(own.loc[own["found_choices"] > 0, "shape"])
+        by_shape = compared.get(name, {})
+        at = {
+            f"ratios ({FOUND_MARK})": [model for model, shape in models().items() if _found(by_shape.get(shape))],
+            "bars": [model for model, shape in models().items() if shape in shapes],
+        }
+        told = " and ".join(f"{what} at {', '.join(where)}" for what, where in at.items() if where)
+        places += [f"{style.label(name, texts)}'s {told}"] if told else []
+    if not places:
+        return []
+    return [f"With tiles found on the machine, chosen beside who knows what other work: {'; '.join(places)}."]
+
+
+def _found(ratio: Ratio | None) -> bool:
+    return ratio is not None and ratio.found_choices
+
+
 def ratio_text(found: Mapping[str, Mapping[str, Ratio]], shape: str, texts: dict[str, str]) -> str:
     """A line for each baseline that has a ratio at this shape: its time over ours."""
     lines = []
@@ -76,8 +103,8 @@ def ratio_text(found: Mapping[str, Mapping[str, Ratio]], shape: str, texts: dict
         # That a baseline cannot run here, its bar's place says.
         if ratio is None or ratio.text == "unsupported":
             continue
-        unstable = ", unstable" if ratio.unstable else ""
-        value = ratio.text if math.isnan(ratio.value) else f"{ratio.value:.2f}×{unstable}"
+        marks = FOUND_MARK * ratio.found_choices + ", unstable" * ratio.unstable
+        value = ratio.text if math.isnan(ratio.value) else f"{ratio.value:.2f}×{marks}"
         lines.append(f"{style.label(baseline, texts).split(' (')[0]} / ours {value}")
     return "\n".join(lines)
 
@@ -115,9 +142,11 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
         for direction in PASSES
     }  # fmt: skip
     compared = {baseline: ratios(everything, REFERENCE, baseline) for baseline in BASELINES}
+    found_choices = _found_choices(layers, names, compared, texts)
     groups = [group_name(model, shape) for model, shape in shapes.items()]
     tokens = ", ".join(sorted({shape.split(",")[0] for shape in shapes.values()}))
     measured = len(layers) > 0
+    below = (*CAPTION, *found_choices, *_not_measured(absent, texts)) if measured else ()
     legend: list[tuple[Any, str]] = implementation_legend(names, texts) if measured else []
     if any(bar.unstable for found in panels.values() for bar in found.values()):
         legend.append((style.key_unstable(), "hatched: unstable"))
@@ -127,7 +156,7 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
             width=width, panels_height=7.3 if measured else 0.9, legend=legend,
             title="One MoE layer of each of six open models",
             subtitle=f"{style.gpu_text(table.gpus(layers))}, T = {tokens}, bfloat16, uniform routing, top-K.",
-            notes=style.below(width, notes, (*CAPTION, *_not_measured(absent, texts)) if measured else ()),
+            notes=style.below(width, notes, below),
         )  # fmt: skip
         figure, margins = page.make()
         if not measured:

@@ -14,6 +14,7 @@ from test_plots import failed, ratio, synthetic
 from harness.registry import default_registry
 from harness.shapes import MoEShape
 from harness.sweep import load_sweep
+from harness.tuners import FOUND
 from plots import open_models as figure
 from plots import rows as table
 from plots import style
@@ -121,20 +122,80 @@ def test_bars() -> None:
     assert "32-bit offsets" in notes.lines(200)[0]
 
 
-def test_what_the_readme_says_of_momoe() -> None:
-    """Forward + backward below PyTorch's grouped GEMM wherever it runs."""
+def test_what_the_readme_says_of_whom() -> None:
+    """Who is behind whom in the committed bars, forward + backward where nothing else is said."""
     readme = " ".join((table.ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "Forward + backward MoMoE's bars are below those of PyTorch's grouped GEMM at the five models" in readme
     layers, notes = table.layers(table.one_gpu(table.load(table.RESULTS / "nvidia_h200")[0])), style.Footnotes()
-    bars = {
-        name: [
-            figure.model_bar(layers, name, model, shape, "forward_backward", notes).value
-            for model, shape in figure.models().items()
-        ]
-        for name in ("momoe", "torch_grouped_mm")
-    }
-    pairs = [pair for pair in zip(*bars.values(), strict=True) if not math.isnan(pair[0])]
-    assert len(pairs) == 5 and all(momoe < grouped for momoe, grouped in pairs)
+    names = sorted(set(layers["implementation"]) - {"cublas_bound"})
+
+    def order(shape: str, direction: str = "forward_backward") -> list[str]:
+        """Fastest first."""
+        found = {name: figure.model_bar(layers, name, "", shape, direction, notes).value for name in names}
+        return sorted((name for name in found if not math.isnan(found[name])), key=lambda name: -found[name])
+
+    by_model = {model: order(shape) for model, shape in SHAPES.items()}
+    assert "MoMoE's are below those of PyTorch's grouped GEMM at the five models" in readme
+    assert all(
+        its.index("torch_grouped_mm") < its.index("momoe")
+        for model, its in by_model.items()
+        if model != "DeepSeek-V3.2"
+    )
+    assert (
+        "the lowest bars of all at Kimi and Qwen3-Next; Liger-Kernel has them at OLMoE, gpt-oss and Qwen3-235B"
+        in readme
+    )
+    last = {model.split("-")[0]: order(SHAPES[model])[-1] for model in SHAPES if model != "DeepSeek-V3.2"}
+    assert last == {"OLMoE": "liger", "gpt": "liger", "Kimi": "megablocks", "Qwen3": "liger"}
+    assert by_model["Qwen3-Next-80B-A3B"][-1] == "megablocks"
+    assert "at DeepSeek-V3.2, forward alone, it has the highest bar" in readme
+    assert order(SHAPES["DeepSeek-V3.2"], "forward")[0] == "deepgemm_pp"
+    assert "Of the 7B layer it comes next after SonicMoE and ours at n = 64" in readme
+    assert "forward next after DeepGEMM++ at n = 128 to 512" in readme
+    assert "only PyTorch's loop is slower forward + backward" in readme
+    sonic = {"sonicmoe_official", "sonicmoe_triton"}
+    finer = {512: "64,4", 256: "128,8", 128: "256,16", 64: "512,32"}
+    for direction in ("forward", "backward"):
+        assert set(order("24576,1536,64,512,32", direction)[:2]) == sonic
+        assert order("24576,1536,64,512,32", direction)[2] == "liger"
+    for n in (512, 256, 128):
+        assert order(f"24576,1536,{n},{finer[n]}", "forward")[2:4] == ["deepgemm_pp", "liger"]
+    coarse = ["24576,1536,1024,32,2", "32768,4096,512,128,8", "32768,4096,1024,64,4"]
+    coarse += [f"32768,4096,{n},{e},{k}" for n, e, k in table.MODELS["120B"][1]]
+    assert all(order(shape)[-2:] == ["liger", "torch_loop"] for shape in coarse)
+
+
+def test_the_readme_says_which_ratios_have_found_tiles() -> None:
+    readme = " ".join((table.ROOT / "README.md").read_text(encoding="utf-8").split())
+    everything = table.one_gpu(table.load(table.RESULTS / "nvidia_h200")[0])
+    compared = figure.ratios(everything, "sonicmoe_triton", "sonicmoe_official")
+    found = {model for model, shape in SHAPES.items() if compared[shape].found_choices}
+    assert found == {"OLMoE-1B-7B", "gpt-oss-20b", "Kimi-Linear-48B-A3B", "Qwen3-Next-80B-A3B"}
+    assert "**Four of them say too much for ours**" in readme
+    assert "The ratios at Qwen3-235B and DeepSeek-V3.2 have its tiles tuned in that run." in readme
+
+
+def test_tiles_that_were_found_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    below = figure.style.below
+    monkeypatch.setattr(figure.style, "below", lambda *args: (said.extend(args[2]), below(*args))[1])
+    note = f"tiles of the six GEMMs: {FOUND}"
+    marked = rows()
+    for row in marked:
+        official = "sonicmoe_official" in (row["implementation"], row.get("numerator"))
+        models = ("OLMoE-1B-7B",) if row["record"] == "ratio" else ("OLMoE-1B-7B", "gpt-oss-20b")
+        if official and ",".join(map(str, row["shape"].values())) in {SHAPES[model] for model in models}:
+            row["notes"] = ["another", note]
+    figure.draw(marked, tmp_path)
+    told = [line for line in said if "found on the machine" in line]
+    assert told == [
+        "With tiles found on the machine, chosen beside who knows what other work: SonicMoE (official)'s ratios (*) at "
+        "OLMoE-1B-7B and bars at OLMoE-1B-7B, gpt-oss-20b."
+    ]
+    compared = {name: figure.ratios(table.one_gpu(marked), figure.REFERENCE, name) for name in figure.BASELINES}
+    assert figure.ratio_text(compared, SHAPES["OLMoE-1B-7B"], {}) == "SonicMoE / ours 1.11×*\nScatterMoE / ours 2.00×"
+    said.clear()
+    figure.draw(rows(), tmp_path)
+    assert not [line for line in said if "found on the machine" in line]
 
 
 def test_ratios_stand_below_the_models() -> None:
