@@ -50,6 +50,7 @@ from harness.timing import (
     sample_steadily,
     sample_until,
 )
+from harness.tuners import found_note, watch_found
 
 Row = dict[str, Any]
 
@@ -110,6 +111,7 @@ class Context:
         thread), so that none of them counts as a layer's memory."""
         if self.evict is not None:
             return
+        watch_found()
         self.evict = L2Eviction()
         self.monitor = GpuMonitor()
         a = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -281,7 +283,7 @@ def measure_point(
     common: Row = {
         **row_fields(point),
         "environment": machine,
-        "notes": notes_of([built.layer], context.changes()),
+        "notes": notes_of([built.layer], context.changes(), found_note()),
         "measured_on": measured_on,
         "build_s": round(built.build_s, 3),
         "correctness": built.correctness.as_dict(point.dtype),
@@ -354,7 +356,7 @@ def measure_point(
 
     # What the plugin has changed since, too: the number of threads, for one.
     machine["cpu_threads"] = torch.get_num_threads()
-    common["notes"] = notes_of([built.layer], context.changes(), leak)
+    common["notes"] = notes_of([built.layer], context.changes(), found_note(), leak)
     if changed:
         for pass_ in passes:
             yield failure({**bases[pass_], **common}, "wrong_result", changed)
@@ -555,7 +557,7 @@ def measure_ratio(
     common: Row = {
         **row_fields(point),
         "environment": machine,
-        "notes": notes_of([built.layer for built in builts]),
+        "notes": notes_of([built.layer for built in builts], found_note()),
         "measured_on": "cuda",
         "build_s": round(build_s, 3),
         "correctness": {_side(points, i): built.correctness.as_dict(point.dtype) for i, built in enumerate(builts)},
@@ -631,7 +633,7 @@ def measure_ratio(
         pairs = list(zip(busy_samples(found, "n"), busy_samples(found, "d"), strict=True))[1:]
         basis = "busy"
     compiled = compilations.since_start()
-    common["notes"] = notes_of([built.layer for built in builts], context.changes())
+    common["notes"] = notes_of([built.layer for built in builts], context.changes(), found_note())
     with context.timed("correctness", phase="check after timing"):
         for i, built in enumerate(builts):
             if basis == "graph":

@@ -39,6 +39,8 @@ class _Mode(enum.Enum):
 
 _mode = _Mode.TIME
 _taken: Callable[[], None] | None = None
+#: Choices that Triton's tuner has found on disk since `watch_found`.
+_found = 0
 
 
 def nothing_is_timed(taken: Callable[[], None] | None = None) -> None:
@@ -138,3 +140,37 @@ def _launch_once(call: Callable[[], Any], quantiles: Any = None, **_: Any) -> An
 def _ran(times: Any) -> bool:
     """Times in ms, one or several; a configuration that cannot run takes infinitely long."""
     return math.isfinite(times[0] if isinstance(times, (list, tuple)) else times)
+
+
+def watch_found() -> None:
+    """Count in this process, from now on, what Triton's tuner finds in its cache on disk, where another process left it
+    (``TRITON_CACHE_AUTOTUNING=1``, or a kernel that asks for it). Imports that tuner; does nothing where there is none.
+    """
+    try:
+        tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    except (ImportError, AttributeError):
+        return
+    check = getattr(tuner, "check_disk_cache", None)
+    if callable(check) and not hasattr(check, "counts_found"):
+        tuner.check_disk_cache = _counting(check)
+
+
+def _counting(check: Any) -> Any:
+    @functools.wraps(check)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _found
+        found = check(self, *args, **kwargs)
+        _found += found is True
+        return found
+
+    vars(checked)["counts_found"] = True
+    return checked
+
+
+def found_note() -> str:
+    """A sentence for a row on the choices that were not made in this process; empty where all were. It counts those of
+    earlier points too: what is in the process's memory is not looked for again."""
+    if not _found:
+        return ""
+    choices = "1 choice" if _found == 1 else f"{_found} choices"
+    return f"{choices} of Triton's tuner found on the machine by this process, not made in it"

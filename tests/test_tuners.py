@@ -21,6 +21,7 @@ from triton.runtime.errors import OutOfResources
 from harness import runner, tuners
 from harness.check import ask
 from harness.conformance import suite
+from harness.measure import notes_of
 from harness.points import point_to_dict
 from harness.process import WorkerProcess
 from harness.registry import load_registry
@@ -56,9 +57,10 @@ class Says(Implementation):
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker does for good ends here with the test."""
-    for name in ("_mode", "_taken"):
+    for name in ("_mode", "_taken", "_found"):
         monkeypatch.setattr(tuners, name, getattr(tuners, name))
     monkeypatch.setattr(Autotuner, "prune_configs", Autotuner.prune_configs)
+    monkeypatch.setattr(Autotuner, "check_disk_cache", Autotuner.check_disk_cache)
 
 
 class FakeKernel:
@@ -196,6 +198,44 @@ def test_an_untimed_choice_is_kept_on_no_disk(monkeypatch: pytest.MonkeyPatch) -
     assert launch(cached()) == 128 and asked == [len(BLOCKS)]
     nothing_is_timed()
     assert launch(cached()) == 16 and asked == [len(BLOCKS)]
+
+
+def test_what_was_found_on_disk_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk: dict[Any, Any] = {}
+
+    def check_disk_cache(tuner: Any, key: Any, configs: Sequence[Any], benchmark: Callable[[], None]) -> bool:
+        if key in disk:
+            tuner.cache[key] = disk[key]
+            return True
+        benchmark()
+        disk[key] = tuner.cache[key]
+        return False
+
+    monkeypatch.setattr(Autotuner, "check_disk_cache", check_disk_cache)
+    tuners.watch_found()
+    tuners.watch_found()  # twice is harmless
+
+    def cached() -> Any:
+        tuner = tuned(FakeKernel())
+        tuner.cache_results = True  # the interpreter's kernels have none
+        return tuner
+
+    tuner = cached()
+    assert launch(tuner) == launch(tuner) == 128 and tuners.found_note() == ""
+    tuner = cached()  # as another process would
+    assert launch(tuner) == launch(tuner) == 128
+    assert tuners.found_note() == "1 choice of Triton's tuner found on the machine by this process, not made in it"
+    assert launch(tuner, 4) == 128 and tuners.found_note().startswith("1 choice of")
+    assert launch(cached(), 4) == 128 and tuners.found_note().startswith("2 choices of")
+
+
+def test_a_row_tells_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what the layer says, each sentence once."""
+    monkeypatch.setattr(tuners, "_found", 3)
+    layer: Any = SimpleNamespace(notes=("its own",))
+    assert notes_of([layer, layer], tuners.found_note(), "") == [
+        "its own", "3 choices of Triton's tuner found on the machine by this process, not made in it",
+    ]  # fmt: skip
 
 
 def test_all_are_launched_once_where_all_are_to_be_compiled() -> None:

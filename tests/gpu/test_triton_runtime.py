@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,10 @@ from .common import (
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
+from harness import tuners
 from implementations.sonicmoe_triton import SonicMoETriton, function
 from implementations.sonicmoe_triton.layer import SonicMoE, load_balancing_loss
 
@@ -160,3 +166,23 @@ def test_steps_of_an_optimiser() -> None:
         losses.append(float(loss))
     assert all(bool(p.isfinite().all()) for p in layer.parameters())
     assert losses[-1] < losses[0], losses
+
+
+@triton.jit
+def _twice_kernel(x, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+def test_what_a_tuner_finds_on_disk_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton's own tuner and cache: the first to ask chooses, the next finds it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuners, "_found", 0)
+    tuners.watch_found()
+    x = torch.ones(512, device=common.DEVICE)
+    for found in ("", "1 choice of Triton's tuner found on the machine"):
+        configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+        tuned = triton.autotune(configs, key=["n"], restore_value=["x"], cache_results=True)(_twice_kernel)
+        tuned[lambda meta: (triton.cdiv(512, meta["BLOCK"]),)](x, 512)
+        assert tuners.found_note().startswith(found) and bool(tuners.found_note()) == bool(found)
+    assert (x == 4).all()
