@@ -165,6 +165,7 @@ class Runner:
         self.registry = registry
         self.output = output
         self.settings = settings
+        self._settings_fields = asdict(settings)
         self.time_limit_s = time_limit_s
         self.run_id = new_run_id()
         self.summary = Summary()
@@ -255,7 +256,7 @@ class Runner:
                 bound=work.bound,
                 denominator_routing=work.denominator_routing and work.denominator_routing.as_dict(),
                 time_kind=work.time_kind,
-                settings=asdict(self.settings),
+                settings=self._settings_fields,
             )
             bases[pass_] = {**base, "pass": pass_, "resume_key": store.resume_key(inputs, code, packages, where)}
         return Job(work, bases, self._refusal(work, known), settings=self.settings)

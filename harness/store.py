@@ -336,7 +336,9 @@ def read_folder(folder: Path | str) -> tuple[list[Row], list[ReadProblem]]:
 def point_inputs(point: Point, pass_name: str = "", **options: Any) -> dict[str, Any]:
     """Everything that tells one measurement from another, for `resume_key`: the point's fields, the pass (each pass
     has its own row and so its own key) and the options that change what is measured, e.g. ``mode="burst"``."""
-    return {**asdict(point), "routing": point.routing.as_dict(), "pass": pass_name, "options": options}
+    # `asdict` of the whole point, but that a trace's place is left out, at half the time: a sweep may have thousands.
+    parts = {"shape": point.shape.as_dict(), "layer": asdict(point.layer), "routing": point.routing.as_dict()}
+    return {**vars(point), **parts, "pass": pass_name, "options": options}
 
 
 def resume_key(point_inputs: Mapping[str, Any], plugin_hash: str, packages: Mapping[str, Any], gpu: str) -> str:

@@ -195,6 +195,12 @@ def test_every_other_figure_has_tests_of_its_own() -> None:
 LOOKED_AT = dict.fromkeys(("not_of_the_paper", "failed_ratio"), ("figure14_throughput", "headline"))
 
 
+def test_figures_bear_the_names_of_their_modules() -> None:
+    for name, figure in [*plots.FIGURES.items(), *plots.RUN_FIGURES.items()]:
+        assert isinstance(figure, plots.InModule)
+        assert name == figure.name == figure.module().NAME and callable(getattr(figure.module(), figure.function))
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_every_figure_from_every_state_without_warnings(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

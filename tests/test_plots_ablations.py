@@ -229,4 +229,4 @@ def test_plugins_say_what_they_take_and_what_differs() -> None:
 
 
 def test_it_is_registered() -> None:
-    assert plots.FIGURES[figure.NAME] is figure.draw
+    assert plots.FIGURES[figure.NAME] == plots.InModule(figure.NAME)

@@ -252,6 +252,12 @@ def test_the_projects_plugins_load_without_their_packages() -> None:
         "heavy = {'sonicmoe', 'quack', 'cutlass', 'scattermoe', 'megablocks', 'grouped_gemm', 'deep_gemm', 'stk'}\n"
         "heavy |= {'triton', 'momoe', 'liger_kernel', 'transformer_engine'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        # Nor does a command wait for what draws a sweep's figure until it is drawn.
+        "from harness import cli, session\n"
+        "from harness.sweep import load_sweep\n"
+        "assert load_sweep('granularity', found).figure == 'granularity'\n"
+        "drawing = {'pandas', 'matplotlib', 'scipy'}\n"
+        "assert not drawing & set(sys.modules), drawing & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
 

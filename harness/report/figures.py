@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import re
 import signal
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -64,7 +63,7 @@ def _captions() -> dict[str, str]:
 
     found = {}
     for name, function in [*plots.FIGURES.items(), *plots.RUN_FIGURES.items()]:
-        about = sys.modules[function.__module__].__doc__ or name
+        about = (function.module().__doc__ if isinstance(function, plots.InModule) else None) or name
         found[name] = one_line(about.strip().split("\n\n")[0])
     return found
 
