@@ -53,6 +53,7 @@ def _ratio(
     rows: pd.DataFrame, numerator: str, shape: str, pass_: str, denominator: str = OFFICIAL, bound: str = ""
 ) -> pd.Series | None:
     """The latest ratio row. ``bound``: the variant of `dense_bound` that the denominator computes."""
+    rows = rows[rows["shape"] == shape]  # so that all else is asked of few
     chosen = table.by_precedence(
         rows[
             (rows["record"] == "ratio")
@@ -60,7 +61,6 @@ def _ratio(
             & (rows["numerator"] == numerator)
             & (rows["denominator"] == denominator)
             & (rows["denominator_variant"] == bound)
-            & (rows["shape"] == shape)
             & (rows["pass"] == pass_)
             & (rows["time_kind"] == "device")
             & (rows["sweep"] == "paper_layers")
@@ -105,10 +105,9 @@ def _speed(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
 
 def _memory_bytes(rows: pd.DataFrame, plugin: str, shape: str, quantity: str) -> float:
     """One of the columns ``memory_*``, measured on a GPU; NaN where there is none."""
-    chosen = table.layers(rows)
+    chosen = table.layers(rows[rows["shape"] == shape])
     chosen = chosen[
         (chosen["implementation"] == plugin)
-        & (chosen["shape"] == shape)
         & (chosen["status"] == "ok")
         & (chosen["measured_on"] == "cuda")
         & chosen[quantity].notna()
@@ -337,6 +336,7 @@ def _layer_ratio(
 ) -> pd.Series | None:
     """The sweep's latest ratio of two layers, forward + backward; where it has none, that of another sweep, which the
     sweep itself does not measure again."""
+    rows = rows[rows["shape"] == shape]
     chosen = table.by_precedence(
         rows[
             (rows["record"] == "ratio")
@@ -349,7 +349,6 @@ def _layer_ratio(
             & (rows["denominator_method"] == "")
             & (rows["method"] == TOP_K)
             & (rows["distribution"] == distribution)
-            & (rows["shape"] == shape)
             & (rows["pass"] == "forward_backward")
             & (rows["time_kind"] == "device")
         ]

@@ -6,6 +6,7 @@ A table of rows has one line for each JSON Lines row, its nested fields flattene
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -341,7 +342,9 @@ def paper_shapes() -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
+@functools.cache
 def _paper(name: str, value: str) -> pd.DataFrame:
+    # Read once: figures ask for every bar.
     with (PAPER / name).open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     return pd.DataFrame({

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
@@ -42,14 +41,12 @@ collect_ignore_glob = ["test_triton_compile_*.py"] if INTERPRETED else ["interpr
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Much of a figure's time goes into its pixels, which no test looks at, and into reading the paper's values again
-    for every bar."""
+    """Much of a figure's time goes into its pixels, which no test looks at."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if request.module.__name__.startswith(("test_plots", "test_session", "test_cli")):
-            from plots import rows, style
+            from plots import style
 
             monkeypatch.setattr(style, "PNG_DPI", 40)
-            monkeypatch.setattr(rows, "_paper", functools.cache(rows._paper))
         yield
 
 
