@@ -175,7 +175,7 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "denominator_rows": _number(_part(row, "denominator_routing").get("routed_rows")),
         "corpus": ", ".join(sorted(note for note in map(str, row.get("notes") or ()) if note.startswith("corpus "))),
         "validation_loss": _number(training.get("validation_loss")),
-        "found_choices": float(any(str(note).endswith(FOUND) for note in row.get("notes") or ())),
+        "found_choices": float(any(str(note).endswith(f": {FOUND}") for note in row.get("notes") or ())),
         "kernels": kernels,
         "kernels_us": float(sum(kernel["us"] for kernel in kernels)) if kernels else math.nan,
     }
