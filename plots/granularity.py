@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,24 +169,35 @@ def _panel(
     style.plain_grid(axes)
 
 
-def not_measured(layers: pd.DataFrame, families: Iterable[Family], names: Iterable[str]) -> list[str]:
+def not_measured(layers: pd.DataFrame, families: Sequence[Family], names: Iterable[str]) -> list[str]:
     """A sentence on the points of which no row of a GPU is there, not even of a failure, for implementations of which
     the sweeps have others."""
     cuda = layers[layers["measured_on"] == "cuda"]
     met = set(zip(cuda["implementation"], cuda["shape"], strict=True))
     swept = set(cuda.loc[cuda["sweep"].str.contains("|".join(SWEEPS), regex=True), "implementation"])
+    shapes = {family.shape(experts) for family in families for experts in family.experts}
+    absent = {name: {shape for shape in shapes if (name, shape) not in met} for name in names if name in swept}
+    return _places("Not measured yet", layers, families, absent)
+
+
+def found_choices(layers: pd.DataFrame, families: Sequence[Family], names: Iterable[str]) -> list[str]:
+    """A sentence on the points with choices that were found on the machine, where there are any."""
+    return _places(table.FOUND_CHOICES, layers, families, {name: table.found_choices(layers, name) for name in names})
+
+
+def _places(what: str, layers: pd.DataFrame, families: Sequence[Family], shapes: Mapping[str, set[str]]) -> list[str]:
+    """A sentence on an implementation's shapes, told by what differs in each family; none without any."""
     texts = labels(layers)
-    gaps: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for family in families:
         finer = family.kind == "granularity"
-        for name in (name for name in names if name in swept):
-            own = [(n if finer else E, (name, family.shape((n, E, K))) in met) for n, E, K in family.experts]
-            absent = [str(value) for value, there in own if not there]
-            if absent:
-                which = f" = {', '.join(absent)}" if len(absent) < len(own) else ": all"
-                gaps.setdefault(name, []).append(f"{'n' if finer else 'E'}{which}")
-    told = [f"{style.label(name, texts)} ({'; '.join(its)})" for name, its in gaps.items()]
-    return [f"Not measured yet: {', '.join(told)}."] if told else []
+        for name, its in shapes.items():
+            own = [str(n if finer else E) for n, E, K in family.experts if family.shape((n, E, K)) in its]
+            if own:
+                which = f" = {', '.join(own)}" if len(own) < len(family.experts) else ": all"
+                places.setdefault(name, []).append(f"{'n' if finer else 'E'}{which}")
+    told = [f"{style.label(name, texts)} ({'; '.join(its)})" for name, its in places.items()]
+    return [f"{what}: {', '.join(told)}."] if told else []
 
 
 def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list[Path]:
@@ -231,7 +242,9 @@ def draw(rows: pd.DataFrame | Iterable[Mapping[str, Any]], output: Path) -> list
     with style.figure_style():
         # Footnotes are known only once the panels are drawn, and the page's height depends on them: then draw twice.
         for _ in range(2):
-            below = style.below(width, notes, not_measured(layers, lines, names))
+            below = style.below(
+                width, notes, [*found_choices(layers, lines, names), *not_measured(layers, lines, names)]
+            )
             page = style.Page(
                 width=width, panels_height=each * len(lines), legend=legend, gap=0.16,
                 title="Held memory and throughput against granularity and sparsity",

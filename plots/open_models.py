@@ -77,8 +77,7 @@ def _found_choices(
     there are any."""
     places = []
     for name in dict.fromkeys((*compared, *names)):
-        own = table.latest(layers[layers["implementation"] == name])
-        shapes = set(own.loc[own["found_choices"] > 0, "shape"])
+        shapes = table.found_choices(layers, name)
         by_shape = compared.get(name, {})
         at = {
             f"ratios ({FOUND_MARK})": [model for model, shape in models().items() if _found(by_shape.get(shape))],
@@ -88,7 +87,7 @@ def _found_choices(
         places += [f"{style.label(name, texts)}'s {told}"] if told else []
     if not places:
         return []
-    return [f"With tiles found on the machine, chosen beside who knows what other work: {'; '.join(places)}."]
+    return [f"{table.FOUND_CHOICES}: {'; '.join(places)}."]
 
 
 def _found(ratio: Ratio | None) -> bool:

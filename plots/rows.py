@@ -242,6 +242,16 @@ def latest(rows: pd.DataFrame) -> pd.DataFrame:
     return by_precedence(rows).drop_duplicates(list(KEY), keep="last").sort_index()
 
 
+#: Begins a figure's sentence on `found_choices`.
+FOUND_CHOICES = "With tiles found on the machine, chosen beside who knows what other work"
+
+
+def found_choices(layers: pd.DataFrame, implementation: str) -> set[str]:
+    """The shapes at which its rows that count have choices that were found on the machine (see `COLUMNS`)."""
+    own = latest(layers[layers["implementation"] == implementation])
+    return set(own.loc[own["found_choices"] > 0, "shape"])
+
+
 def slug(gpu: str) -> str:
     """A GPU's name as a folder name: ``NVIDIA H200`` -> ``nvidia_h200``."""
     return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")

@@ -15,6 +15,7 @@ import pytest
 
 import plots
 from harness.record import validate
+from harness.tuners import FOUND
 from plots import bars, granularity, headline, style
 from plots import rows as table
 
@@ -180,6 +181,21 @@ def test_points_that_a_sweep_lacks_are_told() -> None:
     (line,) = told(left)
     names = "ScatterMoE (n = 128; E = 512), DeepGEMM-pt (n = 512), MegaBlocks (E: all)"
     assert line == f"Not measured yet: {names}."
+
+
+def test_points_with_tiles_that_were_found_are_told() -> None:
+    def told(rows: list[dict[str, Any]]) -> list[str]:
+        layers = table.layers(table.one_gpu(rows))
+        return granularity.found_choices(
+            layers, granularity.families(layers), style.ordered(set(layers["implementation"]))
+        )
+
+    rows = sweeps()
+    assert told(rows) == []
+    for row in rows:
+        if row["implementation"] == "sonicmoe_official" and row["shape"]["n"] == 128:
+            row["notes"] = [f"tiles of the six GEMMs: {FOUND}"]
+    assert told(rows) == [f"{table.FOUND_CHOICES}: SonicMoE (official) (n = 128)."]
 
 
 #: Figures of the paper's layers; the others have such tests of their own, of states that are about them.
