@@ -212,7 +212,8 @@ def test_the_a_a_ratios_that_leave_one_out_are_told() -> None:
     )
     for row in outside:
         value = f"{row['value']:.3f} [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
-        layer = f"{row['operation']} {row['variant']}, {row['pass']}, 7B n = {row['shape']['n']}"
+        operation = f"{row['operation']} {row['variant']}".strip()
+        layer = f"{operation}, {row['pass']}, 7B n = {row['shape']['n']}"
         assert f"{layer}, came to {value} (`{row['sweep']}.jsonl` of {row['timestamp'][:10]})" in said
         assert row["shape"]["d"] == 1536
 

@@ -145,7 +145,7 @@ def test_what_uneven_routing_costs_by_another_way() -> None:
         of_each = [busy[name, distribution] for name in names]
         assert of_each == sorted(of_each)
     longer = {key: time / busy[key[0], "uniform"] - 1 for key, time in busy.items()}
-    assert [round(longer[name, "skewed"], 2) for name in names] == [0.09, 0.10, 0.05]
+    assert [round(longer[name, "skewed"], 2) for name in names] == [0.08, 0.10, 0.05]
     assert all(abs(longer[name, other]) < 0.05 for name in names for other in ("one_group", "empty_experts"))
     text = " ".join(numbers.README.read_text(encoding="utf-8").split())
     assert "about a tenth longer with ours and the official layer and half of that with ScatterMoE, most of it" in text

@@ -13,6 +13,7 @@ from test_plots import failed, ratio, synthetic
 
 from harness.registry import default_registry
 from harness.shapes import MoEShape
+from harness.store import read
 from harness.sweep import load_sweep
 from harness.tuners import FOUND
 from plots import open_models as figure
@@ -21,6 +22,7 @@ from plots import style
 
 REGISTRY = default_registry()
 SHAPES = figure.models()
+TUNING = "results/nvidia_h200/tuning/sonicmoe_official.json"
 SPEED = {"sonicmoe_official": 0.9, "sonicmoe_triton": 1.0, "scattermoe": 0.5, "megablocks": 0.45, "deepgemm": 0.6,
          "torch_grouped_mm": 0.48}  # fmt: skip
 
@@ -133,23 +135,31 @@ def test_what_the_readme_says_of_whom() -> None:
         found = {name: figure.model_bar(layers, name, "", shape, direction, notes).value for name in names}
         return sorted((name for name in found if not math.isnan(found[name])), key=lambda name: -found[name])
 
+    sonic = {"sonicmoe_official", "sonicmoe_triton"}
     by_model = {model: order(shape) for model, shape in SHAPES.items()}
-    assert "MoMoE's below those of PyTorch's grouped GEMM at the five models" in readme
+    assert "MoMoE slower than PyTorch's grouped GEMM at the five models" in readme
     assert all(
         its.index("torch_grouped_mm") < its.index("momoe")
         for model, its in by_model.items()
         if model != "DeepSeek-V3.2"
     )
-    assert "are the lowest of all at Kimi and Qwen3-Next; Liger-Kernel's are at OLMoE, gpt-oss and Qwen3-235B" in readme
+    assert "the slowest of all at Kimi and Qwen3-Next; Liger-Kernel is that at OLMoE, gpt-oss and Qwen3-235B" in readme
     last = {model.split("-")[0]: order(SHAPES[model])[-1] for model in SHAPES if model != "DeepSeek-V3.2"}
     assert last == {"OLMoE": "liger", "gpt": "liger", "Kimi": "megablocks", "Qwen3": "liger"}
     assert by_model["Qwen3-Next-80B-A3B"][-1] == "megablocks"
-    assert "at DeepSeek-V3.2, forward alone, DeepGEMM++ has the highest bar" in readme
-    assert order(SHAPES["DeepSeek-V3.2"], "forward")[0] == "deepgemm_pp"
+    assert "DeepGEMM-pt is slower than SonicMoE and ours everywhere" in readme
+    assert all(its.index("deepgemm") > max(map(its.index, sonic)) for its in by_model.values())
+    assert "DeepGEMM++ comes next after SonicMoE and ours at four of the six" in readme
+    assert [set(its[:2]) == sonic and its[2] for its in by_model.values()].count("deepgemm_pp") == 4
+    assert "MegaBlocks comes near SonicMoE and ours at gpt-oss and DeepSeek-V3.2" in readme
+    assert [its[2] for its in by_model.values()].count("megablocks") == 2
+    assert by_model["gpt-oss-20b"][2] == by_model["DeepSeek-V3.2"][2] == "megablocks"
+    assert "forward alone has the highest bar at DeepSeek-V3.2 and, hardly, at Qwen3-235B" in readme
+    highest = {model for model, shape in SHAPES.items() if order(shape, "forward")[0] == "deepgemm_pp"}
+    assert highest == {"DeepSeek-V3.2", "Qwen3-235B-A22B"}
     assert "Of the 7B layer it comes next after SonicMoE and ours at n = 64" in readme
     assert "forward next after DeepGEMM++ at n = 128 to 512" in readme
     assert "only PyTorch's loop is slower forward + backward" in readme
-    sonic = {"sonicmoe_official", "sonicmoe_triton"}
     finer = {512: "64,4", 256: "128,8", 128: "256,16", 64: "512,32"}
     for direction in ("forward", "backward"):
         assert set(order("24576,1536,64,512,32", direction)[:2]) == sonic
@@ -161,26 +171,54 @@ def test_what_the_readme_says_of_whom() -> None:
     assert all(order(shape)[-2:] == ["liger", "torch_loop"] for shape in coarse)
 
 
-def test_the_readme_says_which_ratios_have_found_tiles() -> None:
+def test_the_ratios_are_as_the_readme_says() -> None:
     readme = " ".join((table.ROOT / "README.md").read_text(encoding="utf-8").split())
-    rows, _ = table.load(table.RESULTS / "nvidia_h200")
-    compared = figure.ratios(table.one_gpu(rows), "sonicmoe_triton", "sonicmoe_official")
-    found = {model for model, shape in SHAPES.items() if compared[shape].found_choices}
-    assert found == {"OLMoE-1B-7B", "gpt-oss-20b", "Kimi-Linear-48B-A3B", "Qwen3-Next-80B-A3B"}
-    assert (
-        "**Four of these may say too much for ours**, those at OLMoE, gpt-oss, Kimi-Linear and Qwen3-Next: SonicMoE's "
-        "tiles were found on the machine then" in readme
-    )
-    assert "The ratios at Qwen3-235B and DeepSeek-V3.2 have its tiles tuned in that run." in readme
-    assert "the official layer is faster by more than a tenth than it was that day" in readme
-    official = rows[
-        (rows["implementation"] == "sonicmoe_official")
-        & (rows["shape"] == SHAPES["OLMoE-1B-7B"])
-        & (rows["pass"] == "forward_backward")
-        & (rows["measured_on"] == "cuda")
-    ]
-    busy = {bool(row["found_choices"]): row["busy_ms"] for _, row in official.iterrows()}
-    assert busy[True] > 1.1 * busy[False]
+    named = {shape: model for model, shape in SHAPES.items()}
+    stored: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in read(table.RESULTS / "nvidia_h200" / "open_models.jsonl")[0]:
+        shape = ",".join(map(str, row["shape"].values()))
+        if row["record"] == "ratio" and row["status"] == "ok" and row["denominator"] == "sonicmoe_triton":
+            stored.setdefault((row["numerator"], named[shape], row["pass"]), []).append(row)
+    of = {key: max(its, key=lambda row: row["timestamp"]) for key, its in stored.items()}
+
+    def official(model: str, direction: str = "forward_backward") -> dict[str, Any]:
+        return of["sonicmoe_official", model, direction]
+
+    assert "Ours is faster than both at each of them, forward + backward." in readme
+    both = [row for (name, _, way), row in of.items() if name in figure.BASELINES and way == "forward_backward"]
+    assert len(both) == 11 and all(row["ci95"][0] > 1 for row in both)
+    assert "the least at gpt-oss, whose experts are the fewest and widest, and at DeepSeek-V3.2" in readme
+    assert set(sorted(SHAPES, key=lambda model: official(model)["value"])[:2]) == {"gpt-oss-20b", "DeepSeek-V3.2"}
+    assert "forward alone it is slower at gpt-oss, and backward alone no faster at DeepSeek-V3.2." in readme
+    slower = {
+        (model, way) for model in SHAPES for way in ("forward", "backward") if official(model, way)["ci95"][0] <= 1
+    }
+    assert slower == {("gpt-oss-20b", "forward"), ("DeepSeek-V3.2", "backward")}
+    assert official("gpt-oss-20b", "forward")["ci95"][1] < 1 < official("DeepSeek-V3.2", "backward")["ci95"][1]
+    assert "The official tiles of all six were chosen anew for these ratios" in readme
+    assert "run at the card's power limit" in readme
+    for model in SHAPES:
+        row = official(model)
+        assert any(f"0 tuned while building, the others from {TUNING}" in note for note in row["notes"])
+        assert "power_cap" in row["environment"]["during_samples"]["throttle_reasons"]
+    assert "say more for ours, at OLMoE, Kimi-Linear and Qwen3-Next by more than a tenth" in readme
+    for model in ("OLMoE-1B-7B", "Kimi-Linear-48B-A3B", "Qwen3-Next-80B-A3B"):
+        first, last = stored["sonicmoe_official", model, "forward_backward"]
+        assert first["value"] > 1.1 * last["value"] and any(note.endswith(f": {FOUND}") for note in first["notes"])
+    assert "(ours and the official layer's at OLMoE, gpt-oss and Qwen3-235B)" in readme
+    layers, notes = table.layers(table.one_gpu(table.load(table.RESULTS / "nvidia_h200")[0])), style.Footnotes()
+    bars = {
+        model: [
+            figure.model_bar(layers, name, model, shape, "forward_backward", notes).value
+            for name in ("sonicmoe_official", "sonicmoe_triton")
+        ]
+        for model, shape in SHAPES.items()
+    }
+    assert {m for m, (theirs, ours) in bars.items() if theirs > ours} == {
+        "OLMoE-1B-7B",
+        "gpt-oss-20b",
+        "Qwen3-235B-A22B",
+    }
 
 
 def test_tiles_that_were_found_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
