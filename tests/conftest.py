@@ -141,6 +141,13 @@ def wait_for_no_process(mark: str, seconds: float = 15.0) -> list[tuple[int, str
     return left
 
 
+def heed_signals() -> None:
+    """In a child, before its program: a shell without job control has its background jobs ignore SIGINT, ``nohup``
+    SIGHUP, and both are handed on."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class MoeBench:
     """The command line in a process of its own, with the fake plugins, marked so that leftovers can be found.
 
@@ -174,8 +181,7 @@ class MoeBench:
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            # A shell without job control has its background jobs ignore it, and they hand that on.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heed_signals,
         )
 
     def __call__(self, *arguments: object, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import FAKE_PLUGINS, ROOT, MoeBench
+
+from harness import cli
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -282,3 +285,23 @@ device = "cpu"
     rows = [json.loads(line) for line in (tmp_path / "ratio.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["unsupported"] * 3
     assert all("only a GPU has" in row["reason"] for row in rows)
+
+
+@pytest.mark.parametrize("ignored", [(), (signal.SIGHUP,), (signal.SIGINT, signal.SIGHUP)])
+def test_a_signal_that_is_ignored_stays_so(ignored: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``nohup`` a sweep outlives the terminal that began it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    during: dict[int, object] = {}
+    monkeypatch.setattr(cli, "app", lambda: during.update({number: signal.getsignal(number) for number in numbers}))
+    try:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        cli.main()
+        after = {number: signal.getsignal(number) for number in numbers}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    heeded = {number: handler is cli._end for number, handler in during.items()}
+    assert heeded == {number: number not in ignored for number in numbers}
+    assert all(after[number] is (signal.SIG_IGN if number in ignored else signal.SIG_DFL) for number in numbers)

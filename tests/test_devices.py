@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, MoeBench, point_of, wait_for_no_process
+from conftest import ROOT, MoeBench, heed_signals, point_of, wait_for_no_process
 from rich.console import Console
 
 from harness import devices, session
@@ -170,7 +170,7 @@ def test_a_signal_ends_all_workers_in_order(moebench: MoeBench, tmp_path: Path) 
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_signals,
     )
     # One GPU hangs at 32 tokens; the other one goes on without it.
     path = tmp_path / "noted.jsonl"
