@@ -21,6 +21,8 @@ NAME = "headline"
 MODEL = "7B"
 #: Whose time the ratios are over, the first that has any ratio.
 REFERENCES = ("sonicmoe_official", "sonicmoe_triton", "sonicmoe_torch")
+#: Width of the number beside a bar, in widths of the panel.
+NUMBER_WIDTH = 0.15
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,11 @@ def _speed(axes: Axes, rows: pd.DataFrame, names: Sequence[str], palette: Mappin
         text = f"{ratio.value:.2f}×" if not math.isnan(ratio.value) else ratio.text
         if not text and not math.isnan(known[name]):
             text = f"paper {known[name]:.2f}×"
-        axes.text(max(ends, default=0) + 0.02 * end, place, text, va="center", ha="left", fontsize=7.5)
+        right = max(ends, default=0)
+        # The line at 1 would go through it.
+        if 1 - NUMBER_WIDTH * end < right < 1:
+            right = 1
+        axes.text(right + 0.02 * end, place, text, va="center", ha="left", fontsize=7.5)
     axes.axvline(1, color=style.INK, linewidth=0.8, zorder=3)
     axes.set_yticks(range(len(baselines)), [style.label(name, labels(rows)) for name in baselines])
     style.plain_grid(axes, "x")
