@@ -13,6 +13,7 @@ import enum
 import functools
 import importlib
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,24 @@ FIRST_CONFIGURATION = "with the first configuration that its tuners offer"
 OWN_CHOICE = "of its tuners' own choice"
 #: Where the choices are from that quack's tuner finds on a machine: made at some time, beside who knows what.
 QUACK_CACHE = "the machine's quack cache"
-#: Ends the note of a row all of whose choices are from there.
-FOUND = f"0 tuned while building, the others from {QUACK_CACHE}"
+#: GEMMs of the official layer, each of which has tiles to choose.
+GEMMS = 6
+_TILES = re.compile(rf"tiles of the six GEMMs: (\d+) tuned while building, the others from {QUACK_CACHE}")
 #: Outcomes that a tuner's choice may be the reason for.
 OF_A_CHOICE = ("wrong", "wrong_result", "crashed")
+
+
+def tiles_note(tuned: int, source: object) -> str:
+    """A sentence for a row on the official layer's tiles: how many were tuned while it was built, and where the others
+    are from."""
+    return f"tiles of the six GEMMs: {tuned} tuned while building, the others from {source}"
+
+
+def tiles_found(note: str) -> bool:
+    """Does a `tiles_note` say that tiles were found on the machine? A process that had built other layers before may
+    count more than `GEMMS`."""
+    said = _TILES.fullmatch(note)
+    return said is not None and int(said[1]) < GEMMS
 
 
 class _Mode(enum.Enum):

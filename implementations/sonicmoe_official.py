@@ -16,7 +16,7 @@ from harness.documents import load_json
 from harness.errors import UserError
 from harness.interface import KERNELS, Implementation, Layer, Point, Problem
 from harness.token_rounding import GeneralRouting
-from harness.tuners import QUACK_CACHE, take_first
+from harness.tuners import QUACK_CACHE, take_first, tiles_note
 from implementations import _sonicmoe_official_kernels
 
 #: Part of a kernel's name (lower case) -> role; the first match wins. Down, dX, dW1 and dW2 are one kernel class,
@@ -199,10 +199,10 @@ class SonicMoEOfficial(Implementation):
 
         tuned = len(set(cache.glob("*/*.autotune.json")) - before)
         source = path if winners else QUACK_CACHE
-        tiles = f"{tuned} tuned while building, the others from {source}"
+        tiles = tiles_note(tuned, source)
         if untimed:
-            tiles = "the first of the tuner's that ran, none timed"
-        layer.notes = [path_note, f"tiles of the six GEMMs: {tiles}"]
+            tiles = "tiles of the six GEMMs: the first of the tuner's that ran, none timed"
+        layer.notes = [path_note, tiles]
         routes = problem.point.operation in ("moe_layer", "topk_router")
         if routes and (shape.E % 8 or shape.E > 4096 or shape.K > 16):
             layer.notes.append("top-K by torch: upstream's own kernel takes E % 8 = 0, E <= 4096 and K <= 16")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -127,6 +127,14 @@ def _interval(row: pd.Series) -> str:
     return f"{row['value']:.2f}× [{row['value_low']:.2f}, {row['value_high']:.2f}]"
 
 
+def _remark(found: Iterable[pd.Series], where: str = "") -> str:
+    """Follows a text on these ratios; empty where none has tiles that were found. ``where``: of several shapes, the
+    column that tells them apart."""
+    marked = [row for row in found if row["found_choices"]]
+    places = f" at {where} = {', '.join(f'{row[where]:.0f}' for row in marked)}" if where else ""
+    return f"; {FOUND_CHOICES}{places}" if marked else ""
+
+
 def _over_layers(rows: pd.DataFrame, numerator: str, denominator: str, pass_: str) -> str:
     """Geometric mean and range of a ratio over the twelve layers; empty where one is missing."""
     every = [_ratio(rows, numerator, found, pass_, denominator) for _, found in table.paper_shapes()]
@@ -226,9 +234,8 @@ def _ours_beside(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     return lines
 
 
-def _per_row(rows: pd.DataFrame, plugin: str, operation: str, shape: str, pass_: str) -> str:
-    """Time with top-K over time with nearest rounding, weighed by the rows of both, with its interval: of the last run,
-    as everywhere. Empty without a run."""
+def _rounded(rows: pd.DataFrame, plugin: str, operation: str, shape: str, pass_: str) -> pd.Series | None:
+    """Time with top-K over time with nearest rounding: of the last run, as everywhere."""
     chosen = table.by_precedence(
         rows[
             (rows["record"] == "ratio")
@@ -244,11 +251,13 @@ def _per_row(rows: pd.DataFrame, plugin: str, operation: str, shape: str, pass_:
             & (rows["time_kind"] == "device")
         ]
     )
-    if not len(chosen):
-        return ""
-    last = chosen.iloc[-1]
-    value, low, high = (last[f"value{part}"] * last["denominator_rows"] / last["routed_rows"] for part in _VALUE_PARTS)
-    return f"{PASS_TEXT[pass_]} {value:.2f}× [{low:.2f}, {high:.2f}]"
+    return chosen.iloc[-1] if len(chosen) else None
+
+
+def _per_row(row: pd.Series) -> str:
+    """Such a ratio weighed by the rows of both, with its interval."""
+    value, low, high = (row[f"value{part}"] * row["denominator_rows"] / row["routed_rows"] for part in _VALUE_PARTS)
+    return f"{PASS_TEXT[row['pass']]} {value:.2f}× [{low:.2f}, {high:.2f}]"
 
 
 def _rounding(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
@@ -264,10 +273,12 @@ def _rounding(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
             (OURS, "moe_layer", "our whole layer, its rounding's own time included"),
             (OFFICIAL, "routed_experts", "SonicMoE's experts, routing given"),
         ):
-            found = [_per_row(rows, plugin, operation, shape, pass_) for pass_ in ("forward", "forward_backward")]
-            if all(found):
+            passes = ("forward", "forward_backward")
+            found = [_rounded(rows, plugin, operation, shape, pass_) for pass_ in passes]
+            its = [row for row in found if row is not None]
+            if len(its) == len(passes):
                 text = f"token rounding, E = {experts}: top-K's time / nearest tile's, per routed row: {what}"
-                lines.append((text, "–", "; ".join(found)))
+                lines.append((text, "–", "; ".join(map(_per_row, its)) + _remark(its)))
     if lines:
         lines.insert(0, ('token rounding on kernel time, "at high sparsity"', _times(claim["value"]), "next lines"))
     return lines
@@ -326,8 +337,7 @@ def _open_models(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
         own = found[found["shape"] == shape]
         if len(own):
             text = f"forward + backward: time of SonicMoE / our Triton layer, a layer of {model}, T = 16384"
-            remark = f"; {FOUND_CHOICES}" if own.iloc[-1]["found_choices"] else ""
-            lines.append((text, "–", _interval(own.iloc[-1]) + remark))
+            lines.append((text, "–", _interval(own.iloc[-1]) + _remark([own.iloc[-1]])))
     return lines
 
 
@@ -369,18 +379,19 @@ def _families(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     """Others over our layer as experts of the 7B layer get finer, and as they get more."""
     labels = dict(zip(rows["implementation"], rows["label"], strict=True)) | {OFFICIAL: "SonicMoE"}
     lines: list[tuple[str, str, str]] = []
-    for sweep, what in (
-        ("granularity", "the 7B layer with n = 1024 to 64, at equal cost"),
-        ("sparsity", "the 7B layer, n = 256, with 32 to 512 experts"),
+    for sweep, differs, what in (
+        ("granularity", "n", "the 7B layer with n = 1024 to 64, at equal cost"),
+        ("sparsity", "E", "the 7B layer, n = 256, with 32 to 512 experts"),
     ):
         shapes = _groups()[f"{sweep}_7b"]
         for numerator in (OFFICIAL, *BASELINES):
             found = [_layer_ratio(rows, sweep, numerator, shape, "uniform") for shape in shapes]
-            values = [float(row["value"]) for row in found if row is not None]
+            its = [row for row in found if row is not None]
+            values = [float(row["value"]) for row in its]
             if len(values) == len(shapes):
                 text = f"forward + backward: {labels.get(numerator, numerator)} / our Triton layer, {what}"
                 spread = f"{_times(_geometric_mean(values))} ({_times(min(values))} to {_times(max(values))})"
-                lines.append((text, "–", spread))
+                lines.append((text, "–", spread + _remark(its, differs)))
     return lines
 
 

@@ -73,7 +73,7 @@ def group_name(model: str, shape: str) -> str:
 def _found_choices(
     layers: pd.DataFrame, names: Iterable[str], compared: Mapping[str, Mapping[str, Ratio]], texts: dict[str, str]
 ) -> list[str]:
-    """A sentence on the ratios and bars with choices that were found on the machine (`harness.tuners.FOUND`), where
+    """A sentence on the ratios and bars with tiles that were found on the machine (`harness.tuners.tiles_found`), where
     there are any."""
     places = []
     for name in dict.fromkeys((*compared, *names)):

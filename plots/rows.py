@@ -20,7 +20,7 @@ from harness.documents import load_toml
 from harness.errors import UserError
 from harness.record import Row
 from harness.training.rows import OPERATION
-from harness.tuners import FOUND
+from harness.tuners import tiles_found
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -50,8 +50,8 @@ PAPER_NAMES = {
 #: Columns of a table of rows. Units: ``tflops*`` in TFLOPS and ``gb_per_s*`` in GB/s (over the busy time where the row
 #: has it), ``device_ms*``, ``busy_ms`` and ``latency_ms`` in ms, ``memory_*`` in bytes, ``kernels_us`` in µs, the sum
 #: over ``kernels``, one call's profiled kernels as stored; ``tokens_per_day`` of a training step on each GPU, and its
-#: run's ``validation_loss`` in nats a token; ``found_choices``: 1 where a tuner's choices were found on the
-#: machine (`harness.tuners.FOUND`), else 0; ``*_low`` and ``*_high`` are the 95 % interval; absent numbers are NaN,
+#: run's ``validation_loss`` in nats a token; ``found_choices``: 1 where tiles were found on the machine
+#: (`harness.tuners.tiles_found`), else 0; ``*_low`` and ``*_high`` are the 95 % interval; absent numbers are NaN,
 #: absent texts "", absent kernels ().
 COLUMNS = (
     "folder", "identity", "timestamp", "record", "sweep", "operation", "variant", "pass", "implementation", "label",
@@ -175,7 +175,7 @@ def _flatten(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "denominator_rows": _number(_part(row, "denominator_routing").get("routed_rows")),
         "corpus": ", ".join(sorted(note for note in map(str, row.get("notes") or ()) if note.startswith("corpus "))),
         "validation_loss": _number(training.get("validation_loss")),
-        "found_choices": float(any(str(note).endswith(f": {FOUND}") for note in row.get("notes") or ())),
+        "found_choices": float(any(tiles_found(str(note)) for note in row.get("notes") or ())),
         "kernels": kernels,
         "kernels_us": float(sum(kernel["us"] for kernel in kernels)) if kernels else math.nan,
     }

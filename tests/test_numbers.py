@@ -14,6 +14,7 @@ from scipy import stats
 from training_rows import in_turns, step
 
 from harness.store import read_folder
+from harness.tuners import QUACK_CACHE, tiles_note
 from plots import kernel_table, numbers, rows
 
 FOLDER = rows.RESULTS / "nvidia_h200"
@@ -104,11 +105,35 @@ def test_finer_and_more_experts_by_another_way() -> None:
             ratios = layer_ratios(sweep, name)
             values = [ratios[shape, "uniform"][0] for shape in shapes]
             mean = f"{statistics.geometric_mean(values):.2f}×"
-            assert f"{what} | – | {mean} ({min(values):.2f}× to {max(values):.2f}×) |" in text
+            found = "; SonicMoE's tiles as found on the machine at n = 64, 128"
+            found = found if (name, sweep) == ("sonicmoe_official", "granularity") else ""
+            assert f"{what} | – | {mean} ({min(values):.2f}× to {max(values):.2f}×){found} |" in text
             rising[name, sweep] = values == sorted(values)
     # As the text below the table says.
     assert rising["deepgemm", "granularity"] and rising["deepgemm", "sparsity"]
     assert rising["torch_grouped_mm", "granularity"]
+
+
+def test_what_the_readme_says_of_tiles_that_were_found() -> None:
+    text = " ".join(numbers.README.read_text(encoding="utf-8").split())
+    assert (
+        "At n = 64 and 128 the official tiles were found on the machine, where points of the same run had left them "
+        "minutes before, but for four of the six at n = 64" in text
+    )
+    own = [row for row in COMMITTED if row["sweep"] == "granularity" and row["pass"] == "forward_backward"]
+    for n, tuned in ((64, 2), (128, 6)):
+        of_layer = [row for row in own if row["shape"]["n"] == n and row["operation"] == "moe_layer"]
+        ratios = [
+            row
+            for row in of_layer
+            if (row.get("numerator"), row.get("denominator")) == ("sonicmoe_official", "sonicmoe_triton")
+        ]
+        points = [
+            row for row in of_layer if row.get("implementation") == "sonicmoe_official" and row["measured_on"] == "cuda"
+        ]
+        ratio, point = (max(rows_, key=lambda row: row["timestamp"]) for rows_ in (ratios, points))
+        assert tiles_note(0, QUACK_CACHE) in ratio["notes"] and tiles_note(tuned, QUACK_CACHE) in point["notes"]
+        assert ratio["run_id"] == point["run_id"]
 
 
 def test_ratios_by_uneven_routing_by_another_way() -> None:

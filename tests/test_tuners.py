@@ -450,3 +450,10 @@ def test_no_kernel_of_ours_is_tuned_at_its_call() -> None:
     """What the suite says of them is of the configurations that timed rows have."""
     sources = [*(ROOT / "implementations").rglob("*.py"), *(ROOT / "harness").rglob("*.py")]
     assert sources and not [path for path in sources if "triton.autotune(" in path.read_text(encoding="utf-8")]
+
+
+def test_tiles_that_were_found_are_told_from_tuned_ones() -> None:
+    told = {tuned: tuners.tiles_found(tuners.tiles_note(tuned, tuners.QUACK_CACHE)) for tuned in (0, 2, 5, 6, 10, 12)}
+    assert told == {0: True, 2: True, 5: True, 6: False, 10: False, 12: False}
+    assert not tuners.tiles_found(tuners.tiles_note(0, "results/a_gpu/tuning/sonicmoe_official.json"))
+    assert not tuners.tiles_found("another note")
