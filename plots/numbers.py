@@ -27,7 +27,7 @@ BEGIN, END = "<!-- numbers: begin (made by python -m plots.numbers) -->", "<!-- 
 OFFICIAL = "sonicmoe_official"
 OURS = "sonicmoe_triton"
 #: Baselines whose ratios stand in the table.
-BASELINES = ("scattermoe", "momoe", "deepgemm", "deepgemm_pp", "torch_grouped_mm")
+BASELINES = ("scattermoe", "momoe", "megablocks", "deepgemm", "deepgemm_pp", "torch_grouped_mm")
 #: Beside a ratio with tiles of the official kernels that were found on the machine.
 FOUND_CHOICES = "SonicMoE's tiles as found on the machine"
 PASS_TEXT = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}

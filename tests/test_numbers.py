@@ -14,10 +14,12 @@ from scipy import stats
 from training_rows import in_turns, step
 
 from harness.store import read_folder
-from harness.tuners import QUACK_CACHE, tiles_note
+from harness.tuners import tiles_note
 from plots import kernel_table, numbers, rows
 
 FOLDER = rows.RESULTS / "nvidia_h200"
+#: As notes name it.
+TUNING = "results/nvidia_h200/tuning/sonicmoe_official.json"
 COMMITTED = [json.loads(line) for path in FOLDER.glob("*.jsonl") for line in path.read_text().splitlines()]
 
 
@@ -105,35 +107,60 @@ def test_finer_and_more_experts_by_another_way() -> None:
             ratios = layer_ratios(sweep, name)
             values = [ratios[shape, "uniform"][0] for shape in shapes]
             mean = f"{statistics.geometric_mean(values):.2f}×"
-            found = "; SonicMoE's tiles as found on the machine at n = 64, 128"
-            found = found if (name, sweep) == ("sonicmoe_official", "granularity") else ""
-            assert f"{what} | – | {mean} ({min(values):.2f}× to {max(values):.2f}×){found} |" in text
+            assert f"{what} | – | {mean} ({min(values):.2f}× to {max(values):.2f}×) |" in text
             rising[name, sweep] = values == sorted(values)
     # As the text below the table says.
     assert rising["deepgemm", "granularity"] and rising["deepgemm", "sparsity"]
     assert rising["torch_grouped_mm", "granularity"]
 
 
-def test_what_the_readme_says_of_tiles_that_were_found() -> None:
+def test_what_the_readme_says_of_finer_and_more_experts() -> None:
+    """What it says of the official layer's tiles, points and commits in the two sweeps."""
     text = " ".join(numbers.README.read_text(encoding="utf-8").split())
+    last: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in sorted(COMMITTED, key=lambda row: row["timestamp"]):
+        if row["sweep"] in ("granularity", "sparsity") and row["operation"] == "moe_layer" and row["status"] == "ok":
+            who = (row.get("numerator") or row["implementation"], row.get("denominator", ""))
+            last[(row["sweep"], *who, row["pass"], *(str(row["shape"][name]) for name in "nE"))] = row
+    official, ours = "sonicmoe_official", "sonicmoe_triton"
     assert (
-        "At n = 64 and 128 the official tiles were found on the machine, where points of the same run had left them "
-        "minutes before, but for four of the six at n = 64" in text
+        "the official tiles of every layer here were chosen by the package's own tuner while nothing else ran" in text
     )
-    own = [row for row in COMMITTED if row["sweep"] == "granularity" and row["pass"] == "forward_backward"]
-    for n, tuned in ((64, 2), (128, 6)):
-        of_layer = [row for row in own if row["shape"]["n"] == n and row["operation"] == "moe_layer"]
-        ratios = [
-            row
-            for row in of_layer
-            if (row.get("numerator"), row.get("denominator")) == ("sonicmoe_official", "sonicmoe_triton")
-        ]
-        points = [
-            row for row in of_layer if row.get("implementation") == "sonicmoe_official" and row["measured_on"] == "cuda"
-        ]
-        ratio, point = (max(rows_, key=lambda row: row["timestamp"]) for rows_ in (ratios, points))
-        assert tiles_note(0, QUACK_CACHE) in ratio["notes"] and tiles_note(tuned, QUACK_CACHE) in point["notes"]
-        assert ratio["run_id"] == point["run_id"]
+    of_official = [row for key, row in last.items() if official in key]
+    assert len(of_official) == 2 * (15 + 15 + 3) and all(tiles_note(0, TUNING) in row["notes"] for row in of_official)
+    points = (last["granularity", name, "", "forward", "128", "256"]["busy_ms"]["median"] for name in (official, ours))
+    ratio = last["granularity", official, ours, "forward", "128", "256"]
+    assert "At n = 128 forward, where the two lie close" in text
+    assert next(points) < next(points) and ratio["ci95"][0] > 1
+    assert "The ratios with the official package are of a later commit than the others" in text
+    ratios = {key: row for key, row in last.items() if key[2] == ours}
+    its = [row for key, row in ratios.items() if key[1] == official]
+    others = [row for key, row in ratios.items() if key[1] != official]
+    for its_or_others in (its, others):
+        assert len({row["environment"]["commit"] for row in its_or_others}) == 1
+    assert min(row["timestamp"] for row in its) > max(row["timestamp"] for row in others)
+    assert "ScatterMoE's where n = 256 and E = 128 of an earlier one" in text
+    assert not [key for key in ratios if key[1] == "scattermoe" and key[-2:] == ("256", "128")]
+
+
+def test_what_the_readme_says_of_megablocks() -> None:
+    text = " ".join(numbers.README.read_text(encoding="utf-8").split())
+    ratios = layer_ratios("paper_layers", "megablocks", "sonicmoe_official")
+    behind = {shape: ratios[shape, "uniform"][0] for _, shape in rows.paper_shapes()}
+    assert "MegaBlocks falls the further behind the finer the experts are." in text
+    for model in {model for model, _ in rows.paper_shapes()}:
+        finest_first = [behind[shape] for its, shape in rows.paper_shapes() if its == model]
+        assert len(finest_first) == 3 and finest_first == sorted(finest_first, reverse=True)
+    assert (
+        "at the finer two layers of 1.4B and of 7B it is further behind than those, at the coarser and larger" in text
+    )
+    papers = {shape: numbers.paper_time("megablocks", shape, "forward_backward") for shape in behind}
+    papers = {
+        shape: its / numbers.paper_time("sonicmoe_official", shape, "forward_backward") for shape, its in papers.items()
+    }
+    further = {shape for shape in behind if behind[shape] > papers[shape]}
+    assert further == {"40960,768,256,128,8", "40960,768,512,64,4", "24576,1536,256,128,8", "24576,1536,512,64,4"}
+    assert sum(behind[shape] < papers[shape] for shape in behind) == 6
 
 
 def test_ratios_by_uneven_routing_by_another_way() -> None:
