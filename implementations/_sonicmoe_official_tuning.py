@@ -1,10 +1,11 @@
 """Keeps what the official kernels' own tuner chose on this GPU, so that they need not be tuned again.
 
-    python -m implementations._sonicmoe_official_tuning 16384,2048,1024,64,8 ...      # T,d,n,E,K
+    python -m implementations._sonicmoe_official_tuning 16384,2048,1024,64,8 16384,4096,1024,256,8:nearest ...
 
-Builds the official layer at each shape, which tunes its six grouped GEMMs where nothing is known of them (half a minute
-or more a shape), and adds the fastest tile of each to ``results/<gpu>/tuning/sonicmoe_official.json``, from where the
-plugin takes it. Nothing else may run on the GPU meanwhile.
+Builds the official layer at each shape T,d,n,E,K, or its experts alone with the rows that a routing method gives them,
+which tunes its six grouped GEMMs where nothing is known of them (half a minute or more for the first of a width). The
+fastest tile of each is added to ``results/<gpu>/tuning/sonicmoe_official.json``, from where the plugin takes it.
+Nothing else may run on the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +24,13 @@ import typer
 from harness.documents import save
 from harness.environment import environment, gpu_name, package_version
 from harness.errors import UserError, refusals
-from harness.interface import Point
+from harness.interface import Point, Problem, RoutingSpec
 from harness.operations import get_operation
 from harness.record import utc_now
 from harness.registry import ROOT, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
-from implementations.sonicmoe_official import committed_tuning
+from harness.token_rounding import METHODS
+from implementations.sonicmoe_official import committed_tuning, rows_of, winner_of
 
 NAME = "sonicmoe_official"
 GEMMS = ("up", "down", "dH", "dW2", "dX", "dW1")
@@ -37,15 +40,42 @@ PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "torch")
 LISTS = ("aggregation", "winners")
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A layer to tune at; with a routing method its experts alone, with the rows of that method's routing."""
+
+    shape: MoEShape
+    method: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Asked:
+        """Read ``T,d,n,E,K`` or ``T,d,n,E,K:METHOD``; raises `UserError` on anything else."""
+        shape, colon, method = text.partition(":")
+        if colon and method not in METHODS:
+            raise UserError(f"{text}: after the colon must be a routing method: {', '.join(METHODS)}")
+        return cls(MoEShape.parse(shape), method if colon else None)
+
+    def __str__(self) -> str:
+        return str(self.shape) if self.method is None else f"{self.shape}:{self.method}"
+
+    @property
+    def point(self) -> Point:
+        """The point whose layer is built, in bfloat16."""
+        if self.method is None:
+            return Point("moe_layer", NAME, self.shape)
+        return Point("routed_experts", NAME, self.shape, routing=RoutingSpec(self.method))
+
+
 def sizes_of(key: Sequence[str]) -> list[tuple[int, ...]]:
     """The tensors' sizes in a key of quack's tuner, in order."""
     found = (re.fullmatch(r"torch\.Size\(\[([\d, ]+)\]\)", part) for part in key)
     return [tuple(int(size) for size in match[1].split(",")) for match in found if match]
 
 
-def gemms_of(shape: MoEShape) -> dict[tuple[str, tuple[tuple[int, ...], ...]], str]:
-    """(the tuned function, its first three tensors' sizes) -> which of the layer's GEMMs that is, routed by top-K."""
-    t, d, n, e, r = shape.T, shape.d, shape.n, shape.E, shape.routed_rows
+def gemms_of(shape: MoEShape, rows: int) -> dict[tuple[str, tuple[tuple[int, ...], ...]], str]:
+    """(the tuned function, its first three tensors' sizes) -> which of the layer's GEMMs that is, with so many routed
+    rows."""
+    t, d, n, e, r = shape.T, shape.d, shape.n, shape.E, rows
     return {
         ("gemm_gated_tuned", ((t, d), (e, d, 2 * n), (r, 2 * n))): "up",
         ("gemm_tuned", ((r, n), (e, n, d), (r, d))): "down",
@@ -56,12 +86,13 @@ def gemms_of(shape: MoEShape) -> dict[tuple[str, tuple[tuple[int, ...], ...]], s
     }
 
 
-def collect(cache: Path, shapes: Sequence[MoEShape]) -> Iterator[dict[str, Any]]:
-    """The winners for these shapes in quack's cache folder, in bfloat16, shape by shape in the order of `GEMMS`; of
-    several entries for one GEMM (the folder may have seen other versions of quack) the one that was written last.
+def collect(cache: Path, layers: Sequence[tuple[MoEShape, int]]) -> Iterator[dict[str, Any]]:
+    """The winners for these shapes, each with a number of routed rows, in quack's cache folder, in bfloat16, one layer
+    after another in the order of `GEMMS`; of several entries for one GEMM (the folder may have seen other versions of
+    quack) the one that was written last.
 
     Raises:
-        UserError: a GEMM of a shape that the folder has no entry of, or none that can be read.
+        UserError: a GEMM of a layer that the folder has no entry of, or none that can be read.
     """
     entries = []
     broken = []
@@ -73,20 +104,21 @@ def collect(cache: Path, shapes: Sequence[MoEShape]) -> Iterator[dict[str, Any]]
         dtypes = [part for part in entry["key"] if part.startswith("torch.") and "Size" not in part]
         if dtypes and dtypes[0] == "torch.bfloat16":
             entries.append((path, entry))
-    for shape in shapes:
-        wanted = gemms_of(shape)
+    for shape, rows in layers:
+        wanted = gemms_of(shape, rows)
         found = {}
         for path, entry in entries:
             function = path.name.removesuffix(".autotune.json")
             gemm = wanted.get((function, tuple(sizes_of(entry["key"])[:3])))
             if gemm is not None:
-                found[gemm] = _winner(str(shape), gemm, path, entry)
+                found[gemm] = _winner(shape, rows, gemm, path, entry)
         missing = [gemm for gemm in GEMMS if gemm not in found]
         if missing:
             why = "was the layer built in bfloat16?"
             if broken:
                 why = f"entries that cannot be read, to be removed before the next try: {', '.join(map(str, broken))}"
-            raise UserError(f"{cache}: no entry for {', '.join(missing)} at {shape}; {why}")
+            what = f"{shape} with {rows} routed rows"
+            raise UserError(f"{cache}: no entry for {', '.join(missing)} at {what}; {why}")
         yield from (found[gemm] for gemm in GEMMS)
 
 
@@ -101,11 +133,12 @@ def _entry(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _winner(shape: str, gemm: str, path: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _winner(shape: MoEShape, rows: int, gemm: str, path: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
     timings = entry["configs_timings"]
     config, ms = min(timings, key=lambda timing: timing[1])
     return {
-        "shape": shape,
+        "shape": str(shape),
+        **({"routed_rows": rows} if rows != shape.routed_rows else {}),
         "gemm": gemm,
         # An entry that was itself put there from this table has one timing left.
         "candidates": entry.get("candidates", len(timings)),
@@ -116,7 +149,7 @@ def _winner(shape: str, gemm: str, path: Path, entry: Mapping[str, Any]) -> dict
 
 
 def merged(tuning: Mapping[str, Any], winners: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the winners of these shapes in place of what it had of them.
+    """The table with these winners in place of what it had of the same shapes and routed rows.
 
     Args:
         where: ``gpu``, ``driver``, ``date`` and ``packages`` of this machine, which a new table gets.
@@ -127,8 +160,8 @@ def merged(tuning: Mapping[str, Any], winners: Sequence[Mapping[str, Any]], wher
     check_packages(tuning, where["packages"])
     made = dict(tuning) or {**where, "method": "quack's own tuner; the fastest tile of each GEMM", "aggregation": []}
     of_now = {key: where[key] for key in ("date", "driver")}
-    shapes = {winner["shape"] for winner in winners}
-    kept = [winner for winner in tuning.get("winners", ()) if winner["shape"] not in shapes]
+    layers = {winner_of(winner) for winner in winners}
+    kept = [winner for winner in tuning.get("winners", ()) if winner_of(winner) not in layers]
     return {**made, "winners": [*kept, *({**winner, **of_now} for winner in winners)]}
 
 
@@ -156,38 +189,36 @@ def text_of(tuning: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _point(shape: MoEShape) -> Point:
-    return Point("moe_layer", NAME, shape, dtype="bfloat16", device="cuda")
-
-
-def _build(shape: MoEShape) -> None:
-    """Build the layer there, which tunes it."""
+def _build(asked: Asked) -> int:
+    """Build the layer there, which tunes it; returns how many routed rows it has."""
     import torch
 
     try:
-        problem = get_operation("moe_layer").make_problem(_point(shape), "cuda")
+        problem: Problem = get_operation(asked.point.operation).make_problem(asked.point, "cuda")
         load_registry().get(NAME).build(problem)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError as error:
-        raise UserError(f"shape {shape}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"shape {asked}: {str(error).splitlines()[0]}") from error
     torch.cuda.empty_cache()
+    return rows_of(problem)
 
 
 def tune(shapes: Sequence[str]) -> tuple[Path, int]:
-    """Tune at each shape and write the table; returns its path, and of how many GEMMs it has new entries.
+    """Tune at each shape, ``T,d,n,E,K`` or ``T,d,n,E,K:METHOD``, and write the table; returns its path, and of how many
+    GEMMs it has new entries.
 
     Raises:
-        UserError: a shape that is none or that the plugin refuses, no GPU, the package is missing, or the table is of
-            other packages or cannot be read or written.
+        UserError: a shape or method that is none or that the plugin refuses, no GPU, the package is missing, or the
+            table is of other packages or cannot be read or written.
     """
-    asked = list(dict.fromkeys(map(MoEShape.parse, shapes)))
+    every = list(dict.fromkeys(map(Asked.parse, shapes)))
     gpu = gpu_name()
     if gpu is None:
         raise UserError("the tiles are timed on a GPU, and this machine has none")
     plugin = load_registry().get(NAME)
-    for shape in asked:
-        if refused := refusal(plugin, _point(shape)):
-            raise UserError(f"shape {shape}: {refused[1]}")
+    for asked in every:
+        if refused := refusal(plugin, asked.point):
+            raise UserError(f"shape {asked}: {refused[1]}")
     if reason := installed_reason(plugin):
         raise UserError(f"{NAME} is not installed: {reason}")
     path, tuning = committed_tuning(gpu)
@@ -198,9 +229,9 @@ def tune(shapes: Sequence[str]) -> tuple[Path, int]:
     check_packages(tuning, packages)
     where = {"gpu": gpu, "date": utc_now()[:10], "driver": str(machine.get("driver")), "packages": packages}
     number = 0
-    for shape in asked:
-        _build(shape)
-        found = list(collect(Path(os.environ["QUACK_CACHE_DIR"]), [shape]))
+    for asked in every:
+        rows = _build(asked)
+        found = list(collect(Path(os.environ["QUACK_CACHE_DIR"]), [(asked.shape, rows)]))
         tuning = merged(tuning, found, where)
         # After every shape: what comes later may fail, or be stopped.
         save(ROOT / path, text_of(tuning))
@@ -208,7 +239,11 @@ def tune(shapes: Sequence[str]) -> tuple[Path, int]:
     return ROOT / path, number
 
 
-def main(shapes: Annotated[list[str], typer.Argument(metavar="T,d,n,E,K...", help="Layers to tune at.")]) -> None:
+def main(
+    shapes: Annotated[
+        list[str], typer.Argument(metavar="T,d,n,E,K[:METHOD]...", help="Layers, or experts routed so, to tune at.")
+    ],
+) -> None:
     """Tune the official kernels at these layers and keep what was chosen."""
     with refusals("tuning"):
         path, number = tune(shapes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from harness.documents import load_json
 from harness.errors import UserError
 from harness.interface import KERNELS, Implementation, Layer, Point, Problem
+from harness.shapes import MoEShape
 from harness.token_rounding import GeneralRouting
 from harness.tuners import QUACK_CACHE, take_first, tiles_note
 from implementations import _sonicmoe_official_kernels
@@ -65,7 +66,31 @@ def read_tuning(path: Path) -> dict[str, Any]:
             for key, kind in wanted:
                 if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
                     raise UserError(f"{path}: {name}[{number}]: {key} is missing or malformed")
+    for number, winner in enumerate(table.get("winners", []), 1):
+        if type(winner.get("routed_rows", 0)) is not int:
+            raise UserError(f"{path}: winners[{number}]: routed_rows is malformed")
+        try:
+            winner_of(winner)
+        except UserError as error:
+            raise UserError(f"{path}: winners[{number}]: {error}") from None
     return table
+
+
+def rows_of(problem: Problem) -> int:
+    """How many routed rows a problem's grouped GEMMs have."""
+    return problem.shape.routed_rows if problem.routing is None else problem.routing.experts.numel()
+
+
+def winner_of(winner: Mapping[str, Any]) -> tuple[str, int]:
+    """What layer a tile in the table was chosen for: its shape, and its number of routed rows, of which an entry says
+    nothing where they are those of top-K."""
+    shape = MoEShape.parse(winner["shape"])
+    return str(shape), int(winner.get("routed_rows", shape.routed_rows))
+
+
+def winners_at(tuning: Mapping[str, Any], shape: MoEShape, rows: int) -> list[dict[str, Any]]:
+    """The tiles for a shape with so many routed rows; every number of rows is another problem to quack's tuner."""
+    return [winner for winner in tuning.get("winners", ()) if winner_of(winner) == (str(shape), rows)]
 
 
 class SonicMoEOfficialLayer(Layer):
@@ -169,7 +194,7 @@ class SonicMoEOfficial(Implementation):
         path, tuning = committed_tuning(torch.cuda.get_device_name())
         # quack reads this folder's name while it is imported, and each entry when its shapes first occur.
         cache = Path(os.environ.setdefault("QUACK_CACHE_DIR", str(Path.home() / ".cache" / "moebench" / "quack")))
-        winners = [winner for winner in tuning.get("winners", ()) if winner["shape"] == str(shape)]
+        winners = winners_at(tuning, shape, rows_of(problem))
         for winner in winners:
             entry = cache / winner["file"]
             entry.parent.mkdir(parents=True, exist_ok=True)

@@ -15,11 +15,12 @@ from harness.documents import save
 from harness.errors import UserError
 from harness.shapes import MoEShape
 from implementations import _sonicmoe_official_tuning as official_tuning
-from implementations._sonicmoe_official_tuning import GEMMS, collect, gemms_of, merged, sizes_of, text_of
-from implementations.sonicmoe_official import committed_tuning, read_tuning
+from implementations._sonicmoe_official_tuning import GEMMS, Asked, collect, gemms_of, merged, sizes_of, text_of
+from implementations.sonicmoe_official import committed_tuning, read_tuning, winner_of, winners_at
 
 TABLE = ROOT / "results" / "nvidia_h200" / "tuning" / "sonicmoe_official.json"
 HEADLINE = "24576,1536,256,128,8"
+HEADLINES = (MoEShape.parse(HEADLINE), 24576 * 8)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +46,12 @@ def test_the_committed_winners_are_the_gemms_they_are_said_to_be(table: dict[str
     for winner in table["winners"]:
         function = winner["file"].split("/")[1].removesuffix(".autotune.json")
         place = function, tuple(sizes_of(winner["key"])[:3])
-        assert gemms_of(MoEShape.parse(winner["shape"]))[place] == winner["gemm"]
-    by_shape = {winner["shape"]: [] for winner in table["winners"]}
+        shape, rows = winner_of(winner)
+        assert gemms_of(MoEShape.parse(shape), rows)[place] == winner["gemm"]
+    by_layer: dict[tuple[str, int], list[str]] = {winner_of(winner): [] for winner in table["winners"]}
     for winner in table["winners"]:
-        by_shape[winner["shape"]].append(winner["gemm"])
-    assert all(sorted(gemms) == sorted(GEMMS) for gemms in by_shape.values())
+        by_layer[winner_of(winner)].append(winner["gemm"])
+    assert all(sorted(gemms) == sorted(GEMMS) for gemms in by_layer.values())
 
 
 def test_the_fastest_tile_of_each_gemm_is_kept(table: dict[str, Any], tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_the_fastest_tile_of_each_gemm_is_kept(table: dict[str, Any], tmp_path: 
     (tmp_path / "x").mkdir()
     fp16 = {"key": ["torch.Size([8, 8])", "[2, 1]", "torch.float16"], "configs_timings": [["c", [1.0, 1.0, 1.0]]]}
     (tmp_path / "x" / "gemm_tuned.autotune.json").write_text(json.dumps(fp16))
-    found = list(collect(tmp_path, [MoEShape.parse(HEADLINE)]))
+    found = list(collect(tmp_path, [HEADLINES]))
     own = {winner["gemm"]: winner for winner in table["winners"] if winner["shape"] == HEADLINE}
     assert [winner["gemm"] for winner in found] == list(GEMMS)
     for winner in found:
@@ -66,8 +68,8 @@ def test_the_fastest_tile_of_each_gemm_is_kept(table: dict[str, Any], tmp_path: 
 
 def test_a_layer_that_was_not_tuned_is_said(table: dict[str, Any], tmp_path: Path) -> None:
     fill(tmp_path, [winner for winner in table["winners"] if winner["gemm"] != "dX"])
-    with pytest.raises(UserError, match=f"no entry for dX at {HEADLINE}"):
-        list(collect(tmp_path, [MoEShape.parse(HEADLINE)]))
+    with pytest.raises(UserError, match=f"no entry for dX at {HEADLINE} with 196608 routed rows"):
+        list(collect(tmp_path, [HEADLINES]))
 
 
 @pytest.mark.parametrize(
@@ -83,12 +85,11 @@ def test_a_cache_entry_that_cannot_be_read_costs_only_itself(table: dict[str, An
     broken = tmp_path / "cut" / "gemm_tuned.autotune.json"
     broken.parent.mkdir()
     broken.write_text(text)
-    shape = MoEShape.parse(HEADLINE)
-    assert [winner["gemm"] for winner in collect(tmp_path, [shape])] == list(GEMMS)
+    assert [winner["gemm"] for winner in collect(tmp_path, [HEADLINES])] == list(GEMMS)
     own = next(winner for winner in table["winners"] if (winner["shape"], winner["gemm"]) == (HEADLINE, "dW2"))
     (tmp_path / own["file"]).write_text(text)
     with pytest.raises(UserError, match=r"no entry for dW2 at .* cannot be read.*cut") as caught:
-        list(collect(tmp_path, [shape]))
+        list(collect(tmp_path, [HEADLINES]))
     assert own["file"] in str(caught.value)
 
 
@@ -98,7 +99,7 @@ def test_a_tile_that_could_not_be_timed_does_not_win(table: dict[str, Any], tmp_
     ((config, ms),) = own["configs_timings"]
     timings = [["config: broken", [float("nan")] * 3], [config, ms], ["config: late", [float("inf")] * 3]]
     (tmp_path / own["file"]).write_text(json.dumps({"key": own["key"], "configs_timings": timings}))
-    assert next(collect(tmp_path, [MoEShape.parse(HEADLINE)]))["configs_timings"] == [[config, ms]]
+    assert next(collect(tmp_path, [HEADLINES]))["configs_timings"] == [[config, ms]]
 
 
 def test_of_two_entries_for_one_gemm_the_last_written_counts(table: dict[str, Any], tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_of_two_entries_for_one_gemm_the_last_written_counts(table: dict[str, An
         stale.write_text(json.dumps({"key": own["key"], "configs_timings": [["config: stale", [0.001] * 3]]}))
         then = (tmp_path / own["file"]).stat().st_mtime - age_s
         os.utime(stale, (then, then))
-    assert next(collect(tmp_path, [MoEShape.parse(HEADLINE)]))["file"] == own["file"]
+    assert next(collect(tmp_path, [HEADLINES]))["file"] == own["file"]
 
 
 def test_two_shapes_may_share_gemms(table: dict[str, Any], tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_two_shapes_may_share_gemms(table: dict[str, Any], tmp_path: Path) -> No
     names = {gemm: winner["file"].split("/")[1] for winner in table["winners"] for gemm in [winner["gemm"]]}
     written = set()
     for shape in (first, second):
-        for (function, sizes), gemm in gemms_of(shape).items():
+        for (function, sizes), gemm in gemms_of(shape, 12800).items():
             assert names[gemm] == f"{function}.autotune.json"
             key = [text for size in sizes for text in (f"torch.Size({list(size)})", "[2, 1]", "torch.bfloat16")]
             folder = tmp_path / re.sub(r"\W+", "_", " ".join(key))
@@ -130,7 +131,7 @@ def test_two_shapes_may_share_gemms(table: dict[str, Any], tmp_path: Path) -> No
             (folder / names[gemm]).write_text(json.dumps(entry))
             written.add(f"{folder.name}/{names[gemm]}")
     assert len(written) == 10
-    found = list(collect(tmp_path, [first, second]))
+    found = list(collect(tmp_path, [(first, 12800), (second, 12800)]))
     assert [(winner["shape"], winner["gemm"]) for winner in found] == [
         (str(shape), gemm) for shape in (first, second) for gemm in GEMMS
     ]
@@ -150,6 +151,33 @@ def test_new_winners_take_the_place_of_the_old_of_their_shape(table: dict[str, A
         key: value for key, value in table.items() if key != "winners"
     }
     assert merged({}, found, where(table))["packages"] == table["packages"]
+
+
+def test_the_rows_of_a_rounded_routing_are_a_layer_of_their_own(table: dict[str, Any], tmp_path: Path) -> None:
+    """Beside that of top-K at the same shape; the same number of rows is the same layer, whatever the method."""
+    assert Asked.parse(f"{HEADLINE}:nearest").point.routing.method == "nearest"
+    assert Asked.parse(f"{HEADLINE}:top_k").point.operation == "routed_experts" != Asked.parse(HEADLINE).point.operation
+    shape, rows = MoEShape.parse(HEADLINE), 196608 + 128
+    rounded = []
+    for winner in table["winners"]:
+        if winner["shape"] == HEADLINE:
+            key = [re.sub(r"\b196608\b", str(rows), text) for text in winner["key"]]
+            file = f"{winner['gemm']}/{winner['file'].split('/')[1]}"
+            rounded.append({**winner, "routed_rows": rows, "key": key, "file": file})
+    fill(tmp_path, rounded)
+    with pytest.raises(UserError, match="no entry for"):
+        list(collect(tmp_path, [HEADLINES]))
+    found = list(collect(tmp_path, [(shape, rows)]))
+    assert [winner_of(winner) for winner in found] == [(HEADLINE, rows)] * 6
+    after = merged(table, found, where(table))
+    assert after["winners"][:-6] == table["winners"] and after["winners"][-6]["routed_rows"] == rows
+    assert len(merged(after, found, where(table))["winners"]) == len(after["winners"])
+    # What the plugin takes.
+    assert winners_at(after, shape, rows) == after["winners"][-6:]
+    assert winners_at(after, *HEADLINES) == [winner for winner in table["winners"] if winner["shape"] == HEADLINE]
+    assert not winners_at(after, shape, rows + 128)
+    fill(tmp_path / "both", table["winners"])
+    assert "routed_rows" not in next(collect(tmp_path / "both", [HEADLINES]))
 
 
 def test_choices_of_other_packages_are_not_mixed(table: dict[str, Any]) -> None:
@@ -175,9 +203,10 @@ def test_tuning_writes_what_building_left_in_the_cache(
 ) -> None:
     built = []
 
-    def build(shape: MoEShape) -> None:
-        built.append(str(shape))
-        fill(tmp_path / "cache", [winner for winner in table["winners"] if winner["shape"] == str(shape)])
+    def build(asked: Asked) -> int:
+        built.append(str(asked))
+        fill(tmp_path / "cache", [winner for winner in table["winners"] if winner["shape"] == str(asked)])
+        return asked.shape.routed_rows
 
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "cache"))
     machine = {"driver": "600", "torch": table["packages"]["torch"]}
@@ -213,6 +242,8 @@ def test_tuning_writes_what_building_left_in_the_cache(
         official_tuning.tune([HEADLINE])
     with pytest.raises(UserError, match=r"shape 64,60,64,8,2: .* must divide by 8"):
         official_tuning.tune([HEADLINE, "64,60,64,8,2"])
+    with pytest.raises(UserError, match=r"after the colon must be a routing method: top_k, nearest, "):
+        official_tuning.tune([HEADLINE, f"{HEADLINE}:neerest"])
     assert built == [HEADLINE]
 
 
@@ -242,6 +273,16 @@ def test_a_table_that_cannot_be_written_is_one_line_and_the_old_one_stays(
         ('{"packages": {}, "winners": {}}', "winners: must be a list"),
         ('{"packages": {}, "winners": [{"shape": "1,1,1,1,1"}]}', r"winners\[1\]: gemm is missing or malformed"),
         ('{"packages": {}, "winners": [7]}', r"winners\[1\]: shape is missing or malformed"),
+        (
+            '{"packages": {}, "winners": [{"shape": "1,1,1,1", "gemm": "", "file": "", "key": [], '
+            '"configs_timings": []}]}',
+            r"winners\[1\]: shape '1,1,1,1': expected five",
+        ),
+        (
+            '{"packages": {}, "winners": [{"shape": "1,1,1,1,1", "gemm": "", "file": "", "key": [], '
+            '"configs_timings": [], "routed_rows": "1"}]}',
+            r"winners\[1\]: routed_rows is malformed",
+        ),
         ('{"packages": {}, "aggregation": [{"key": [1]}]}', r"aggregation\[1\]: config is missing or malformed"),
     ],
 )
