@@ -28,6 +28,7 @@ from plots.token_rounding_series import (
     Point,
     Rounded,
     choose,
+    found_choices,
     in_order,
     method_label,
     moved,
@@ -436,6 +437,10 @@ class _Figure:
                 f"Where rounding begins and ends to pay (d's interval above 1), of E / K from {sparsities[0]:g} to "
                 f"{sparsities[-1]:g}. {'. '.join(self.paying)}."
             )
+        if self.timed is not None:
+            its = found_choices(self.found, self.timed)
+            told = [f"{style.label(name, self.labels)} (E = {', '.join(map(str, its[name]))})" for name in its]
+            texts += [f"{table.FOUND_CHOICES}: {', '.join(told)}."] if told else []
         if self.left:
             drawn = self.counted or self.timed
             others = [_differences(family, drawn) if drawn is not None else family.title for family in self.left]

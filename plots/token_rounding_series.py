@@ -305,6 +305,18 @@ def paying(points: Iterable[Point], k: int) -> str:
     return ", ".join(texts) or "nowhere"
 
 
+def found_choices(found: Rounded, family: Family) -> dict[str, list[int]]:
+    """Implementation -> at which numbers of experts a number of (c) or (d) has tiles that were found on the machine."""
+    where: dict[str, set[int]] = {}
+    kind = ["operation", "E", "method", "denominator_method", "distribution", "pass"]
+    for rows, who in ((found.measurements, "implementation"), (found.comparisons, "numerator")):
+        own = family.of(rows)
+        own = own[own["status"].isin(table.NUMBERS_ALLOWED)].drop_duplicates([who, *kind], keep="last")
+        for name, experts in own.loc[own["found_choices"] > 0, [who, "E"]].itertuples(index=False):
+            where.setdefault(name, set()).add(int(experts))
+    return {name: sorted(its) for name, its in where.items()}
+
+
 #: Share of a pass' FLOPs in GEMMs whose tiles lie over rows: all but the weight gradients, which contract over rows in
 #: steps shorter than the tile; that padding, about half as much, is left out, so the prediction is on the low side. Of
 #: 3, 6 and 9 GEMMs of n·d for each row these are 3, 3 and 6 (`harness.costs`).

@@ -79,6 +79,39 @@ def test_token_roundings_numbers_by_another_way() -> None:
     assert text in numbers.README.read_text(encoding="utf-8")
 
 
+def test_what_the_readme_says_of_the_official_kernels_rounded() -> None:
+    text = " ".join(numbers.README.read_text(encoding="utf-8").split())
+    own = [row for row in COMMITTED if row["sweep"] == "token_rounding" and row["operation"] == "routed_experts"]
+    own = sorted((row for row in own if row["status"] == "ok"), key=lambda row: row["timestamp"])
+    gains: dict[tuple[int, str], list[tuple[float, ...]]] = {}
+    found = set()
+    for row in own:
+        if row.get("numerator") == row.get("denominator") == "sonicmoe_official":
+            weight = row["denominator_routing"]["routed_rows"] / row["routing"]["routed_rows"]
+            gain = tuple(weight * value for value in (row["value"], *row["ci95"]))
+            gains.setdefault((row["shape"]["E"], row["pass"]), []).append(gain)
+            (found.discard if tiles_note(0, TUNING) in row["notes"] else found.add)(row["shape"]["E"])
+    last = {key: values[-1] for key, values in gains.items()}
+    assert "exceed the paper's number at 512 experts, forward and forward + backward" in text
+    paper = rows.claims()["token-rounding-kernel-speedup"]["value"]
+    assert last[512, "forward"][1] > paper and last[512, "forward_backward"][1] > paper
+    assert "with 32 experts rounding makes their backward slower" in text and last[32, "backward"][2] < 1
+    assert "At 256 and 512 experts their tiles were chosen" in text and "with fewer they were found" in text
+    assert found == {32, 64, 128}
+    assert "forward it is smaller at 256 experts than at 128 and 512, and than an earlier ratio in the file" in text
+    forward = {experts: last[experts, "forward"][0] for experts in (128, 256, 512)}
+    assert forward[256] < min(forward[128], forward[512]) and forward[256] < gains[256, "forward"][0][0]
+    assert "a tile of the up-projection that is slower than the one found then" in text
+    name = "sonicmoe_official"
+    points = [row for row in own if row.get("implementation") == name and row["pass"] == "forward"]
+    rounded = [row for row in points if row["shape"]["E"] == 256 and row["routing"]["method"] == "nearest"]
+    up = [max(kernel["us"] for kernel in row["kernels"] if "GemmGated" in kernel["name"]) for row in rounded]
+    # Of the rows' difference in milliseconds, most is this kernel's.
+    assert up[0] < up[-1] and up[-1] - up[0] > 0.5e3 * (
+        rounded[-1]["busy_ms"]["median"] - rounded[0]["busy_ms"]["median"]
+    )
+
+
 def layer_ratios(
     sweep: str, numerator: str, denominator: str = "sonicmoe_triton"
 ) -> dict[tuple[str, str], tuple[float, ...]]:

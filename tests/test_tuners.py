@@ -26,6 +26,7 @@ from harness.points import point_to_dict
 from harness.process import WorkerProcess
 from harness.registry import load_registry
 from harness.session import works_of
+from harness.shapes import MoEShape
 from harness.sweep import load_sweep
 from harness.timing import TimingSettings
 from harness.tuners import nothing_is_timed, take_first
@@ -435,7 +436,7 @@ def test_the_official_kernels_tuner_is_told_once_its_folder_is_known(
     point = SimpleNamespace(
         operation="grouped_gemm", layer=SimpleNamespace(router_convention="topk_softmax"), routing=None
     )
-    problem = SimpleNamespace(shape=SimpleNamespace(E=8, K=2), forward_only=True, point=point)
+    problem = SimpleNamespace(shape=MoEShape(4, 8, 8, 8, 2), forward_only=True, point=point, routing=None)
     SonicMoEOfficial().build(problem)  # type: ignore[arg-type]
     tiles = "the first of the tuner's that ran, none timed"
     told = [note for note in layer.notes if note.startswith("tiles of the six GEMMs: ")]
