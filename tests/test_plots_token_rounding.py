@@ -358,7 +358,7 @@ def test_unstable_points_are_drawn_and_marked() -> None:
 
 
 def test_tiles_that_were_found_on_the_machine_are_told() -> None:
-    """Of what is drawn, the newest rows that have a number."""
+    """Of what is drawn: the newest rows, where they have a number."""
     found, own = [[tiles_note(tuned, QUACK_CACHE)] for tuned in (0, 6)]
     name = "sonicmoe_official"
     rows = [
@@ -366,10 +366,10 @@ def test_tiles_that_were_found_on_the_machine_are_told() -> None:
         ratio(32, implementation=name, notes=found), measured(32, "top_k", name, notes=own),
         measured(64, "top_k", name, notes=found), failed(measured(64, "top_k", name, notes=own)),
     ]  # fmt: skip
-    sentence = f"{table.FOUND_CHOICES}: {style.label(name)} (E = 32, 64)."
+    sentence = f"{table.FOUND_CHOICES}: {style.label(name)} (E = 32)."
     told = [" ".join(figure._Figure(table.one_gpu(its)).caption(999)) for its in (rows, on_gpu())]
     assert sentence in told[0] and table.FOUND_CHOICES not in told[1]
-    assert series.found_choices(series.Rounded.among(table.one_gpu(rows)), FAMILY) == {name: [32, 64]}
+    assert series.found_choices(series.Rounded.among(table.one_gpu(rows)), FAMILY) == {name: [32]}
 
 
 def test_what_is_missing_is_said_in_words() -> None:
