@@ -5,16 +5,17 @@
 Builds the official layer at each shape T,d,n,E,K, or its experts alone with the rows that a routing method gives them,
 which tunes its six grouped GEMMs where nothing is known of them (half a minute or more for the first of a width). The
 fastest tile of each is added to ``results/<gpu>/tuning/sonicmoe_official.json``, from where the plugin takes it.
-Nothing else may run on the GPU meanwhile.
+Nothing else may run on the GPU meanwhile. What the table has already stays as it is; what earlier processes left in
+quack's cache is not taken.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,19 +24,21 @@ import typer
 
 from harness.documents import save
 from harness.environment import environment, gpu_name, package_version
-from harness.errors import UserError, refusals
+from harness.errors import UserError, one_line, refusals
 from harness.interface import Point, Problem, RoutingSpec
 from harness.operations import get_operation
 from harness.record import utc_now
 from harness.registry import ROOT, installed_reason, load_registry, refusal
 from harness.shapes import MoEShape
 from harness.token_rounding import METHODS
-from implementations.sonicmoe_official import committed_tuning, rows_of, winner_of
+from implementations.sonicmoe_official import cache_folder, committed_tuning, rows_of, winner_of
 
 NAME = "sonicmoe_official"
 GEMMS = ("up", "down", "dH", "dW2", "dX", "dW1")
 #: What the choices depend on.
 PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "torch")
+#: When and with what an entry was chosen; the table's own where an entry has none.
+STAMPS = ("date", "driver")
 #: Lists of these are written with one entry a line.
 LISTS = ("aggregation", "winners")
 
@@ -149,7 +152,8 @@ def _winner(shape: MoEShape, rows: int, gemm: str, path: Path, entry: Mapping[st
 
 
 def merged(tuning: Mapping[str, Any], winners: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with these winners in place of what it had of the same shapes and routed rows.
+    """The table with these winners in place of what it had of the same shapes and routed rows. Those that it had, for
+    whatever layer, keep their date and driver: the plugin had taken them from there.
 
     Args:
         where: ``gpu``, ``driver``, ``date`` and ``packages`` of this machine, which a new table gets.
@@ -159,10 +163,20 @@ def merged(tuning: Mapping[str, Any], winners: Sequence[Mapping[str, Any]], wher
     """
     check_packages(tuning, where["packages"])
     made = dict(tuning) or {**where, "method": "quack's own tuner; the fastest tile of each GEMM", "aggregation": []}
-    of_now = {key: where[key] for key in ("date", "driver")}
+    known = {_choice(winner): winner for winner in tuning.get("winners", ())}
+    stamped = []
+    for winner in winners:
+        old = known.get(_choice(winner))
+        stamps = where if old is None else {**tuning, **old}
+        stamped.append({**winner, **{key: stamps[key] for key in STAMPS}})
     layers = {winner_of(winner) for winner in winners}
     kept = [winner for winner in tuning.get("winners", ()) if winner_of(winner) not in layers]
-    return {**made, "winners": [*kept, *({**winner, **of_now} for winner in winners)]}
+    return {**made, "winners": [*kept, *stamped]}
+
+
+def _choice(winner: Mapping[str, Any]) -> tuple[str, str]:
+    """What makes two entries one choice: the place in the cache, and what was timed."""
+    return winner["file"], json.dumps(winner["configs_timings"])
 
 
 def check_packages(tuning: Mapping[str, Any], packages: Mapping[str, Any]) -> None:
@@ -190,26 +204,57 @@ def text_of(tuning: Mapping[str, Any]) -> str:
 
 
 def _build(asked: Asked) -> int:
-    """Build the layer there, which tunes it; returns how many routed rows it has."""
+    """Build the layer there, which tunes it; returns how many routed rows it has.
+
+    Raises:
+        UserError: it has none, or does not build, for want of memory say.
+    """
     import torch
 
     try:
         problem: Problem = get_operation(asked.point.operation).make_problem(asked.point, "cuda")
+        if not rows_of(problem):
+            raise UserError(f"shape {asked}: no expert has a row, so there is nothing to tune")
         load_registry().get(NAME).build(problem)
         torch.cuda.synchronize()
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"shape {asked}: {str(error).splitlines()[0]}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"shape {asked}: {type(error).__name__}: {one_line(str(error))}") from error
     torch.cuda.empty_cache()
     return rows_of(problem)
 
 
-def tune(shapes: Sequence[str]) -> tuple[Path, int]:
-    """Tune at each shape, ``T,d,n,E,K`` or ``T,d,n,E,K:METHOD``, and write the table; returns its path, and of how many
-    GEMMs it has new entries.
+@contextmanager
+def nothing_found(cache: Path) -> Iterator[None]:
+    """A block in which quack finds none of the choices that lie in its cache folder: who made them, and beside what, is
+    not known. They are there again afterwards, but for those that were made anew. The compiled kernels stay.
 
     Raises:
-        UserError: a shape or method that is none or that the plugin refuses, no GPU, the package is missing, or the
-            table is of other packages or cannot be read or written.
+        UserError: the folder cannot be written.
+    """
+    aside: list[tuple[Path, Path]] = []
+    try:
+        for path in sorted(cache.glob("*/*.autotune.json")):
+            aside.append((path, path.rename(path.with_suffix(".aside"))))
+        yield
+    except OSError as error:
+        raise UserError(f"{cache}: {error}") from error
+    finally:
+        for path, other in aside:
+            if path.exists():
+                other.unlink()
+            else:
+                other.rename(path)
+
+
+def tune(shapes: Sequence[str]) -> tuple[Path, int]:
+    """Tune at each shape, ``T,d,n,E,K`` or ``T,d,n,E,K:METHOD``, and write the table; returns its path, and how many
+    GEMMs were tuned: those of which it had no choice.
+
+    Raises:
+        UserError: a shape or method that is none or that the plugin refuses, no GPU, the package is missing, a layer
+            does not build, or the table is of other packages or cannot be read or written.
     """
     every = list(dict.fromkeys(map(Asked.parse, shapes)))
     gpu = gpu_name()
@@ -229,13 +274,16 @@ def tune(shapes: Sequence[str]) -> tuple[Path, int]:
     check_packages(tuning, packages)
     where = {"gpu": gpu, "date": utc_now()[:10], "driver": str(machine.get("driver")), "packages": packages}
     number = 0
-    for asked in every:
-        rows = _build(asked)
-        found = list(collect(Path(os.environ["QUACK_CACHE_DIR"]), [(asked.shape, rows)]))
-        tuning = merged(tuning, found, where)
-        # After every shape: what comes later may fail, or be stopped.
-        save(ROOT / path, text_of(tuning))
-        number += len(found)
+    cache = cache_folder()
+    with nothing_found(cache):
+        for asked in every:
+            rows = _build(asked)
+            found = list(collect(cache, [(asked.shape, rows)]))
+            known = {_choice(winner) for winner in tuning.get("winners", ())}
+            number += sum(_choice(winner) not in known for winner in found)
+            tuning = merged(tuning, found, where)
+            # After every shape: what comes later may fail, or be stopped.
+            save(ROOT / path, text_of(tuning))
     return ROOT / path, number
 
 
@@ -247,7 +295,7 @@ def main(
     """Tune the official kernels at these layers and keep what was chosen."""
     with refusals("tuning"):
         path, number = tune(shapes)
-    typer.echo(f"{number} GEMMs -> {path}")
+    typer.echo(f"{number} GEMMs tuned; the choices are in {path}")
 
 
 if __name__ == "__main__":

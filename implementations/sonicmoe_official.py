@@ -76,6 +76,12 @@ def read_tuning(path: Path) -> dict[str, Any]:
     return table
 
 
+def cache_folder() -> Path:
+    """Where quack keeps its choices and compiled kernels. It reads the folder's name while it is imported, and each
+    entry when its shapes first occur."""
+    return Path(os.environ.setdefault("QUACK_CACHE_DIR", str(Path.home() / ".cache" / "moebench" / "quack")))
+
+
 def rows_of(problem: Problem) -> int:
     """How many routed rows a problem's grouped GEMMs have."""
     return problem.shape.routed_rows if problem.routing is None else problem.routing.experts.numel()
@@ -192,8 +198,7 @@ class SonicMoEOfficial(Implementation):
     def build(self, problem: Problem) -> Layer:
         shape = problem.shape
         path, tuning = committed_tuning(torch.cuda.get_device_name())
-        # quack reads this folder's name while it is imported, and each entry when its shapes first occur.
-        cache = Path(os.environ.setdefault("QUACK_CACHE_DIR", str(Path.home() / ".cache" / "moebench" / "quack")))
+        cache = cache_folder()
         winners = winners_at(tuning, shape, rows_of(problem))
         for winner in winners:
             entry = cache / winner["file"]

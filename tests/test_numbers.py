@@ -98,10 +98,14 @@ def test_what_the_readme_says_of_the_official_kernels_rounded() -> None:
     assert "with 32 experts rounding makes their backward slower" in text and last[32, "backward"][2] < 1
     assert "At 256 and 512 experts their tiles were chosen" in text and "with fewer they were found" in text
     assert found == {32, 64, 128}
-    assert "forward it is smaller at 256 experts than at 128 and 512, and than an earlier ratio in the file" in text
-    forward = {experts: last[experts, "forward"][0] for experts in (128, 256, 512)}
-    assert forward[256] < min(forward[128], forward[512]) and forward[256] < gains[256, "forward"][0][0]
+    assert "say less backward and forward + backward at both: at 512 experts less than the paper's number." in text
+    first = {key: values[0] for key, values in gains.items() if key[0] in (256, 512)}
+    assert all(first[key][2] < last[key][1] for key in first if key[1] != "forward")
+    assert first[512, "forward_backward"][2] < paper
+    assert "Forward at 256 experts they say more" in text and first[256, "forward"][1] > last[256, "forward"][2]
     assert "a tile of the up-projection that is slower than the one found then" in text
+    assert "the gain is smaller than at 128 and 512 experts" in text
+    assert last[256, "forward"][2] < min(last[128, "forward"][1], last[512, "forward"][1])
     name = "sonicmoe_official"
     points = [row for row in own if row.get("implementation") == name and row["pass"] == "forward"]
     rounded = [row for row in points if row["shape"]["E"] == 256 and row["routing"]["method"] == "nearest"]
@@ -174,6 +178,15 @@ def test_what_the_readme_says_of_finer_and_more_experts() -> None:
     assert min(row["timestamp"] for row in its) > max(row["timestamp"] for row in others)
     assert "ScatterMoE's where n = 256 and E = 128 of an earlier one" in text
     assert not [key for key in ratios if key[1] == "scattermoe" and key[-2:] == ("256", "128")]
+    elsewhere = [
+        row["timestamp"]
+        for row in COMMITTED
+        if (row.get("numerator"), row.get("denominator"), row["status"]) == ("scattermoe", ours, "ok")
+        and row["operation"] == "moe_layer"
+        and row["shape"] == {"T": 24576, "d": 1536, "n": 256, "E": 128, "K": 8}
+        and row["routing"]["distribution"] == "uniform"
+    ]
+    assert elsewhere and max(elsewhere) < min(row["timestamp"] for row in others)
 
 
 def test_what_the_readme_says_of_megablocks() -> None:

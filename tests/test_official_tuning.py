@@ -6,9 +6,11 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 
 from harness.documents import save
@@ -38,8 +40,14 @@ def fill(cache: Path, winners: list[dict[str, Any]], slower: int = 2) -> None:
         (config, ms) = winner["configs_timings"][0]
         others = [[f"config: other {index}", [value * (1.1 + index) for value in ms]] for index in range(slower)]
         entry = cache / winner["file"]
-        entry.parent.mkdir(parents=True)
+        entry.parent.mkdir(parents=True, exist_ok=True)
         entry.write_text(json.dumps({"key": winner["key"], "configs_timings": [*others, [config, ms]]}))
+
+
+def faster(winner: dict[str, Any]) -> dict[str, Any]:
+    """The same tile, timed anew."""
+    ((config, ms),) = winner["configs_timings"]
+    return {**winner, "configs_timings": [[config, [round(value / 2, 4) for value in ms]]]}
 
 
 def test_the_committed_winners_are_the_gemms_they_are_said_to_be(table: dict[str, Any]) -> None:
@@ -140,7 +148,7 @@ def test_two_shapes_may_share_gemms(table: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_new_winners_take_the_place_of_the_old_of_their_shape(table: dict[str, Any]) -> None:
-    found = [{**winner, "candidates": 7} for winner in table["winners"] if winner["shape"] == HEADLINE]
+    found = [faster(winner) | {"candidates": 7} for winner in table["winners"] if winner["shape"] == HEADLINE]
     after = merged(table, found, where(table))
     assert len(after["winners"]) == len(table["winners"])
     assert [winner["shape"] for winner in after["winners"][-6:]] == [HEADLINE] * 6
@@ -151,6 +159,17 @@ def test_new_winners_take_the_place_of_the_old_of_their_shape(table: dict[str, A
         key: value for key, value in table.items() if key != "winners"
     }
     assert merged({}, found, where(table))["packages"] == table["packages"]
+    # What the plugin had taken from the table is no choice of now, nor is it where another layer has the same GEMM.
+    own = [winner for winner in table["winners"] if winner["shape"] == "24576,1536,256,32,8"]
+    assert [(winner["date"], winner["driver"]) for winner in own] == [("2026-12-02", "580.159.04")] * 6
+    other = [{**winner, "shape": "12288,1536,256,32,16"} for winner in own]
+    for its in (own, other):
+        after = merged(table, [{**winner, "date": "", "driver": ""} for winner in its], where(table))
+        assert after["winners"][-6:] == [{**winner, "shape": its[0]["shape"]} for winner in own]
+    # The first entries have the table's own date.
+    first = [winner for winner in table["winners"] if winner["shape"] == HEADLINE]
+    assert "date" not in first[0]
+    assert {winner["date"] for winner in merged(table, first, where(table))["winners"][-6:]} == {table["date"]}
 
 
 def test_the_rows_of_a_rounded_routing_are_a_layer_of_their_own(table: dict[str, Any], tmp_path: Path) -> None:
@@ -204,10 +223,21 @@ def test_tuning_writes_what_building_left_in_the_cache(
     built = []
 
     def build(asked: Asked) -> int:
+        """As quack: what its folder holds is not tuned again."""
         built.append(str(asked))
-        fill(tmp_path / "cache", [winner for winner in table["winners"] if winner["shape"] == str(asked)])
-        return asked.shape.routed_rows
+        rows = asked.shape.routed_rows + 128 * (asked.method == "nearest")
+        for winner in table["winners"]:
+            if winner_of(winner) == (str(asked.shape), asked.shape.routed_rows):
+                key = [text.replace(str(asked.shape.routed_rows), str(rows)) for text in winner["key"]]
+                file = f"{asked.method or ''}{winner['file']}" if rows != asked.shape.routed_rows else winner["file"]
+                if not (tmp_path / "cache" / file).exists():
+                    fill(tmp_path / "cache", [{**faster(winner), "key": key, "file": file}])
+        return rows
 
+    # Chosen by another process: with these nothing would be tuned at the headline's layer.
+    left = [winner for winner in table["winners"] if winner["shape"] == HEADLINE]
+    fill(tmp_path / "cache", left)
+    before = {path: path.read_text() for path in (tmp_path / "cache").glob("*/*")}
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "cache"))
     machine = {"driver": "600", "torch": table["packages"]["torch"]}
     versions = table["packages"] | {"torch": "2.11.0"}
@@ -227,6 +257,19 @@ def test_tuning_writes_what_building_left_in_the_cache(
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["tuning.json"]
     assert len(found["winners"]) == len(table["winners"])
     assert [winner["candidates"] for winner in found["winners"][-6:]] == [3] * 6
+    assert [winner["configs_timings"] for winner in found["winners"][-6:]] == [
+        faster(winner)["configs_timings"] for winner in left
+    ]
+    assert all(winner["date"] != table["date"] for winner in found["winners"][-6:])
+    now = {path: path.read_text() for path in (tmp_path / "cache").glob("*/*")}
+    assert set(now) == set(before) and not [path for path in now if now[path] == before[path]]
+    # A rounded routing has rows of its own, and a second name of a layer is no second tuning.
+    path, number = official_tuning.tune([f"{HEADLINE}:nearest", f"{HEADLINE}:top_k", HEADLINE])
+    found = json.loads(path.read_text())
+    assert number == 12
+    rows = [winner_of(winner)[1] for winner in found["winners"] if winner["shape"] == HEADLINE]
+    assert rows == [196608 + 128] * 6 + [196608] * 6
+    del built[1:]
     # A layer that cannot be tuned takes nothing from those before it.
     path.unlink()
     fine, unknown = "40960,768,256,128,8", "16384,1024,512,64,8"
@@ -245,6 +288,19 @@ def test_tuning_writes_what_building_left_in_the_cache(
     with pytest.raises(UserError, match=r"after the colon must be a routing method: top_k, nearest, "):
         official_tuning.tune([HEADLINE, f"{HEADLINE}:neerest"])
     assert built == [HEADLINE]
+
+
+def test_what_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out(*args: object) -> None:
+        raise RuntimeError("CUDA error:\nan illegal memory access")
+
+    empty = SimpleNamespace(routing=SimpleNamespace(experts=torch.empty(0)))
+    for make, message in ((lambda *args: empty, "no expert has a row"), (out, "RuntimeError: CUDA error: an illegal")):
+        monkeypatch.setattr(
+            official_tuning, "get_operation", lambda name, make=make: SimpleNamespace(make_problem=make)
+        )
+        with pytest.raises(UserError, match=f"shape 256,64,64,512,1:down: {message}"):
+            official_tuning._build(Asked.parse("256,64,64,512,1:down"))
 
 
 def test_a_table_that_cannot_be_written_is_one_line_and_the_old_one_stays(
