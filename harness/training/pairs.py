@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ def compare(
             if environment_rank() == 0:
                 said = " against ".join(f"{side.name} {ms:,.1f} ms" for side, ms in zip(sides, medians, strict=True))
                 out.print(f"round {turn + 1}/{rounds}: {said}", highlight=False)
-        busy_pairs = _profile(sides, times, measured, place, config.seed, guards)
+        busy_pairs = _profile(sides, times, measured, place, config.seed)
         if environment_rank() == 0:
             for row in measured:
                 rows.append(rows_folder, row)
@@ -217,29 +217,23 @@ def _profile(
     measured: list[dict[str, Any]],
     everyone: Place,
     seed: int,
-    guards: Sequence[Callable[[], AbstractContextManager[None]]],
 ) -> list[tuple[float, float]]:
     """More rounds, which nothing is timed in: busy times, or the share of communication, are added to the rows.
-
-    Args:
-        guards: of each side the block that its turns run in: `failures`, which names it.
 
     Returns:
         Each round's two median busy times in ms; none where a turn gave no busy time.
     """
     if not profiled.sees_busy(everyone):
-        for i, side in enumerate(sides):
+        for row, side, its in zip(measured, sides, times, strict=True):
             if profiled.communicates(side.place):
-                with guards[i]():
-                    shares = _more_steps(side, times[i], everyone, profiled.communication)
-                rows.add_profiled(measured[i], shares, (), times[i].notes)
+                shares = _profiled_turn(side, its, everyone, profiled.communication, profiled.without_communication)
+                rows.add_profiled(row, shares, (), its.notes)
         return []
     pairs = []
     for first in pair_order(BUSY_ROUNDS, seed):
         busy: list[list[float]] = [[], []]
         for i in (first, 1 - first):
-            with guards[i]():
-                busy[i] = _busy_turn(sides[i], times[i], everyone)
+            busy[i] = _profiled_turn(sides[i], times[i], everyone, profiled.busy_ms, profiled.without_busy) or []
             times[i].busy_ms += busy[i]
         if all(busy):
             pairs.append((statistics.median(busy[0]), statistics.median(busy[1])))
@@ -248,17 +242,23 @@ def _profile(
     return pairs if len(pairs) == BUSY_ROUNDS else []
 
 
-def _busy_turn(side: Side, times: Times, everyone: Place) -> list[float]:
-    """Busy times in ms of one side's steps; empty, with a note, where something goes wrong: the steps that count are
+def _profiled_turn(
+    side: Side,
+    times: Times,
+    everyone: Place,
+    take: Callable[[Trainer, int], _Taken],
+    note: Callable[[Exception], str],
+) -> _Taken | None:
+    """What ``take`` makes of one side's steps; None, with a note, where something goes wrong: the steps that count are
     done, and stand."""
     try:
-        return _more_steps(side, times, everyone, profiled.busy_ms)
+        return _more_steps(side, times, everyone, take)
     except Exception as error:
-        times.notes.append(profiled.without_busy(error))
+        times.notes.append(note(error))
     # Only here: the traceback held the model. A GPU after an error refuses this too, and the next turn says so.
     with suppress(RuntimeError):
         free(everyone)
-    return []
+    return None
 
 
 def _more_steps(side: Side, times: Times, everyone: Place, take: Callable[[Trainer, int], _Taken]) -> _Taken:

@@ -71,6 +71,11 @@ def without_busy(error: Exception) -> str:
     return f"busy times were not measured: {one_line(str(error))[:200]}"
 
 
+def without_communication(why: object) -> str:
+    """A row's note in place of the share of communication."""
+    return f"communication was not measured: {one_line(str(why))[:200]}"
+
+
 def communicates(place: Place) -> bool:
     """Whether a profiler sees communication: of several processes on GPUs."""
     return place.world > 1 and place.device.type == "cuda"
@@ -79,7 +84,8 @@ def communicates(place: Place) -> bool:
 def communication(trainer: Trainer, number: int) -> tuple[float, float] | None:
     """Two more steps under the profiler: the second's share with communication and with exposed communication
     (`communication_shares`), mean over the processes, each of which calls it. None where there is none to measure
-    (`communicates`), where the corpus has ended, and where a profiler lost something.
+    (`communicates`), and with a note where the corpus has ended, a step failed on every process, or a profiler lost
+    something.
 
     Args:
         number: of the first of them.
@@ -89,7 +95,7 @@ def communication(trainer: Trainer, number: int) -> tuple[float, float] | None:
         return None
     batches = read_ahead(trainer, number, 2)
     if batches is None:
-        trainer.times.notes.append(f"communication was not measured: {_ENDED}")
+        trainer.times.notes.append(without_communication(_ENDED))
         return None
 
     def steps() -> None:
@@ -98,12 +104,13 @@ def communication(trainer: Trainer, number: int) -> tuple[float, float] | None:
         with window("step", order):
             trainer.step(number + 1, counts=False, batches=batches[1])
 
-    events = profile(steps)
     try:
-        shares = communication_shares(kernels_in_windows(events, order)["step"])
-    except RuntimeError as error:
+        shares = communication_shares(kernels_in_windows(profile(steps), order)["step"])
+    except Exception as error:
+        # As with busy times the steps that count stand. Running out of memory strikes all processes alike; one that
+        # fails alone is lost to the others, which wait for it.
         shares = None
-        trainer.times.notes.append(f"communication was not measured: {error}")
+        trainer.times.notes.append(without_communication(error))
     # Not a number, where one process has none, is none of all.
     sums = torch.tensor(shares or (math.nan, math.nan), device=place.device, dtype=torch.float64)
     dist.all_reduce(sums, group=place.group)
