@@ -163,7 +163,7 @@ def merged(tuning: Mapping[str, Any], winners: Sequence[Mapping[str, Any]], wher
     """
     check_packages(tuning, where["packages"])
     made = dict(tuning) or {**where, "method": "quack's own tuner; the fastest tile of each GEMM", "aggregation": []}
-    known = {_choice(winner): winner for winner in tuning.get("winners", ())}
+    known = _known(tuning)
     stamped = []
     for winner in winners:
         old = known.get(_choice(winner))
@@ -177,6 +177,11 @@ def merged(tuning: Mapping[str, Any], winners: Sequence[Mapping[str, Any]], wher
 def _choice(winner: Mapping[str, Any]) -> tuple[str, str]:
     """What makes two entries one choice: the place in the cache, and what was timed."""
     return winner["file"], json.dumps(winner["configs_timings"])
+
+
+def _known(tuning: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The table's entries by their `_choice`."""
+    return {_choice(winner): winner for winner in tuning.get("winners", ())}
 
 
 def check_packages(tuning: Mapping[str, Any], packages: Mapping[str, Any]) -> None:
@@ -233,19 +238,21 @@ def nothing_found(cache: Path) -> Iterator[None]:
     Raises:
         UserError: the folder cannot be written.
     """
-    aside: list[tuple[Path, Path]] = []
     try:
-        for path in sorted(cache.glob("*/*.autotune.json")):
-            aside.append((path, path.rename(path.with_suffix(".aside"))))
-        yield
+        try:
+            for path in list(cache.glob("*/*.autotune.json")):
+                path.rename(path.with_suffix(".aside"))
+            yield
+        finally:
+            # Those of a run that was killed too.
+            for aside in list(cache.glob("*/*.autotune.aside")):
+                path = aside.with_suffix(".json")
+                if path.exists():
+                    aside.unlink()
+                else:
+                    aside.rename(path)
     except OSError as error:
         raise UserError(f"{cache}: {error}") from error
-    finally:
-        for path, other in aside:
-            if path.exists():
-                other.unlink()
-            else:
-                other.rename(path)
 
 
 def tune(shapes: Sequence[str]) -> tuple[Path, int]:
@@ -279,8 +286,7 @@ def tune(shapes: Sequence[str]) -> tuple[Path, int]:
         for asked in every:
             rows = _build(asked)
             found = list(collect(cache, [(asked.shape, rows)]))
-            known = {_choice(winner) for winner in tuning.get("winners", ())}
-            number += sum(_choice(winner) not in known for winner in found)
+            number += len({_choice(winner) for winner in found} - _known(tuning).keys())
             tuning = merged(tuning, found, where)
             # After every shape: what comes later may fail, or be stopped.
             save(ROOT / path, text_of(tuning))

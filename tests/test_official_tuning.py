@@ -290,6 +290,24 @@ def test_tuning_writes_what_building_left_in_the_cache(
     assert built == [HEADLINE]
 
 
+def test_what_lay_in_the_cache_is_there_again(tmp_path: Path) -> None:
+    """What was set aside, by a run that was killed too, but for what was made anew; compiled kernels stay."""
+    for name in ("a/x.autotune.json", "b/x.autotune.json", "c/y.autotune.aside", "d/kernel.o"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("before")
+    with pytest.raises(UserError, match="stopped"), official_tuning.nothing_found(tmp_path):
+        assert not list(tmp_path.glob("*/*.autotune.json")) and (tmp_path / "d/kernel.o").exists()
+        (tmp_path / "b/x.autotune.json").write_text("anew")
+        raise UserError("stopped")
+    now = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.glob("*/*")}
+    assert now == {
+        "a/x.autotune.json": "before", "b/x.autotune.json": "anew", "c/y.autotune.json": "before",
+        "d/kernel.o": "before",
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"No space left"), official_tuning.nothing_found(tmp_path):
+        raise OSError(28, "No space left on device")
+
+
 def test_what_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def out(*args: object) -> None:
         raise RuntimeError("CUDA error:\nan illegal memory access")

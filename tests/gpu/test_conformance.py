@@ -92,7 +92,7 @@ class _Chain(Layer):
 
 
 class _Pause(L2Eviction):
-    """As long as an eviction, so that the launch hides behind it too, but without its reads."""
+    """Longer than an eviction, so that the launch hides behind it too, but without its reads."""
 
     def __init__(self) -> None:
         pass
